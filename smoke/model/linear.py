@@ -1,0 +1,98 @@
+"""The leaves that own every GEMM: Linear, GroupedLinear (experts) and HeadwiseLinear (absorbed per-head products).
+
+A leaf holds its Parameters and multiplies; it knows nothing of precision. A precision plug-in replaces a leaf by a
+subclass that adopts the same Parameter objects under the same names. All three GEMMs of a leaf (output, grad_input,
+grad_weight) go through ``smoke.kernels.support.product``. None of the leaves has a bias, as in DeepSeek-V3.
+
+Shape letters: T tokens, I input features, O output features, N heads (or groups).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from smoke.kernels.support import product
+
+
+class _Product(torch.autograd.Function):
+    """y = x w^T in the operands' own dtype, batched or not; saves x and w only."""
+
+    @staticmethod
+    def forward(ctx, x_TI: Tensor, w_OI: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TI, w_OI)
+        return product(x_TI, w_OI.mT)
+
+    @staticmethod
+    def backward(ctx, dy_TO: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_TI, w_OI = ctx.saved_tensors
+        dx_TI = product(dy_TO, w_OI) if ctx.needs_input_grad[0] else None
+        dw_OI = product(dy_TO.mT, x_TI) if ctx.needs_input_grad[1] else None
+        return dx_TI, dw_OI
+
+
+class Linear(nn.Module):
+    """``y[..., O] = x[..., I] @ weight[O, I]^T``."""
+
+    def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype = torch.bfloat16, device=None):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., I] -> [..., O], same dtype as x."""
+        y_TO = self.multiply(x.reshape(-1, self.in_features))
+        return y_TO.reshape(*x.shape[:-1], self.out_features)
+
+    def multiply(self, x_TI: Tensor) -> Tensor:
+        """The product on a matrix; what a precision leaf overrides."""
+        return _Product.apply(x_TI, self.weight)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class GroupedLinear(nn.Module):
+    """One weight for each group; consecutive rows of x belong to consecutive groups (Transformer Engine's names)."""
+
+    def __init__(
+        self, num_groups: int, in_features: int, out_features: int, *, dtype: torch.dtype = torch.bfloat16, device=None
+    ):
+        super().__init__()
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        for group in range(num_groups):
+            weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
+            self.register_parameter(f"weight{group}", weight)
+
+    def weights(self) -> list[Tensor]:
+        """The groups' weights, each [O, I], in order."""
+        return [getattr(self, f"weight{group}") for group in range(self.num_groups)]
+
+    def forward(self, x_TI: Tensor, rows: list[int]) -> Tensor:
+        """x [T, I], ``rows`` tokens of each group (sum T, zeros allowed) -> [T, O]."""
+        parts = [
+            self.multiply(part_tI, group) for group, part_tI in enumerate(x_TI.split(rows)) if part_tI.shape[0]
+        ]
+        return torch.cat(parts) if parts else x_TI.new_empty(0, self.out_features)
+
+    def multiply(self, x_tI: Tensor, group: int) -> Tensor:
+        """The product of one group; what a precision leaf overrides."""
+        return _Product.apply(x_tI, getattr(self, f"weight{group}"))
+
+    def extra_repr(self) -> str:
+        return f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"
+
+
+class HeadwiseLinear(nn.Module):
+    """``y[t, n] = x[t, n] @ w[n]^T`` with a weight that belongs to another leaf (the absorbed K-up and V-up)."""
+
+    def __init__(self, num_heads: int, in_features: int, out_features: int):
+        super().__init__()
+        self.num_heads, self.in_features, self.out_features = num_heads, in_features, out_features
+
+    def forward(self, x_TNI: Tensor, w_NOI: Tensor) -> Tensor:
+        """x [T, N, I], w [N, O, I] -> [T, N, O]; w may be a view (also transposed) of a Parameter."""
+        return _Product.apply(x_TNI.transpose(0, 1), w_NOI).transpose(0, 1)
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, in_features={self.in_features}, out_features={self.out_features}"

@@ -1,0 +1,228 @@
+"""What a run measured: typed rows, and their JSON form.
+
+Callbacks and trajectories append rows, ``smoke.checks`` judges them, ``smoke.report`` prints them. Rows hold plain
+Python values (no tensor), units stand in the field names, and a number that is not finite stays a float here; the JSON
+form writes null for it (the hex field of a loss tells which).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRow:
+    """One optimizer step of the watched run. ``loss_hex`` is the float's exact hexadecimal form."""
+
+    step: int
+    loss: float
+    loss_hex: str
+    grad_norm: float
+    tokens: int
+    """Label tokens that count in the loss."""
+    padded_tokens: int
+    """All positions of the batch, ignored labels included."""
+    step_time_ms: float
+    forward_ms: float
+    backward_ms: float
+    batch_sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientRow:
+    """Gradient of one parameter, or of one slice of it, against the BF16 twin's."""
+
+    step: int
+    routing: str
+    """replayed (the twin takes the run's expert choices) or free."""
+    parameter: str
+    slice: str
+    """Empty for the whole parameter."""
+    quantized: bool
+    """Whether the leaf that owns the parameter is converted."""
+    relative_error: float
+    """norm(g - g_ref) / norm(g_ref)."""
+    cosine: float
+    norm: float
+    reference_norm: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoverageRow:
+    """One GEMM of one leaf: what the policy planned and how often it really ran quantized, and in BF16."""
+
+    module: str
+    gemm: str
+    """output, grad_input or grad_weight."""
+    format: str
+    """Element formats of the operands, e.g. ``e4m3 x e4m3``, or ``bf16``."""
+    planned: bool
+    """Whether the policy quantizes it."""
+    reason: str
+    quantized_calls: int
+    bf16_calls: int
+    replay_quantized_calls: int
+    """Calls made while a recompute region was replayed."""
+    replay_bf16_calls: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BitRow:
+    """One quantity compared to the last bit between two trajectories from one snapshot."""
+
+    kind: str
+    """rerun (the same trajectory twice: the noise floor) or recompute (recompute on against off)."""
+    step: int
+    quantity: str
+    """loss, gradient or weight."""
+    name: str
+    """Parameter name; empty for the loss."""
+    equal: bool
+    slice: str = ""
+    """Named slice that holds the first difference, where the parameter has slices."""
+    first_index: tuple[int, ...] = ()
+    left_hex: str = ""
+    right_hex: str = ""
+    mismatches: int = 0
+    elements: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizerRow:
+    """Known-answer case put through the live recipe's own quantizers."""
+
+    case: str
+    elements: int
+    mismatches: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwinRow:
+    """absorbed_parity or packed_parity: one tensor of two mathematically equal forms, in float64."""
+
+    kind: str
+    """absorbed or packed."""
+    tensor: str
+    relative_error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FiniteRow:
+    """A tensor that was not finite, seen before any quantization."""
+
+    step: int
+    kind: str
+    """loss, input, output_gradient, gradient or weight."""
+    name: str
+    nan: int
+    inf: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PresenceRow:
+    """Gradient presence of one parameter over the run."""
+
+    parameter: str
+    present_steps: int
+    nonzero_steps: int
+    steps: int
+    may_be_zero: bool
+    """True where a zero gradient is legitimate, e.g. an expert that got no token in any step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRow:
+    """Bytes that autograd holds between forward and backward, counted by distinct storages."""
+
+    region: str
+    held_off_bytes: int
+    """With no recompute at all."""
+    held_on_bytes: int
+    """With the regions of this run recomputed."""
+    inner_bytes: int
+    """Saved inside the region in the first pass and discarded."""
+    output_bytes: int
+    """Outputs of the region that its consumers asked to save."""
+    released_output_bytes: int
+    """Of those, the bytes that were recognised and discarded."""
+    argument_bytes: int
+    """Inputs of the region that are held for its replay."""
+    replays: int
+    discards_outputs: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossCurves:
+    """Losses of the run, of its BF16 twin, and of the twin with perturbed weights (same data)."""
+
+    run: tuple[float, ...] = ()
+    twin: tuple[float, ...] = ()
+    perturbed: tuple[tuple[float, ...], ...] = ()
+    other_seed: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputSummary:
+    """Timing aggregated over the steps after warm-up."""
+
+    warmup_steps: int
+    measured_steps: int
+    tokens: int
+    tokens_per_s: float
+    step_time_ms_p50: float
+    step_time_ms_p95: float
+    forward_ms_p50: float
+    backward_ms_p50: float
+    step_time_sum_ms: float
+    """Sum of the measured steps' own times."""
+    wall_ms: float
+    """Clock from the first to the last measured step, taken independently."""
+    label: str
+    """emulation, native or bf16."""
+
+
+@dataclass(kw_only=True)
+class Record:
+    """Everything measured in one run; lists grow while it goes on."""
+
+    steps: list[StepRow] = field(default_factory=list)
+    gradients: list[GradientRow] = field(default_factory=list)
+    coverage: list[CoverageRow] = field(default_factory=list)
+    bits: list[BitRow] = field(default_factory=list)
+    quantizer: list[QuantizerRow] = field(default_factory=list)
+    twins: list[TwinRow] = field(default_factory=list)
+    finite: list[FiniteRow] = field(default_factory=list)
+    finite_looked: int = 0
+    """Tensors that the finite callback looked at."""
+    presence: list[PresenceRow] = field(default_factory=list)
+    memory: list[MemoryRow] = field(default_factory=list)
+    curves: LossCurves = field(default_factory=LossCurves)
+    throughput: ThroughputSummary | None = None
+    peak_gib: float | None = None
+    """Peak device memory (CUDA) or peak resident set of the process (CPU)."""
+    held_mib: float | None = None
+    entropy_floor: float | None = None
+    """Known lower bound of the loss in nats a token, where the data source has one."""
+
+
+def plain(value: Any) -> Any:
+    """Turn a row, or any tree of rows, into JSON-ready values; a float that is not finite becomes None."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def json_line(row: Any) -> str:
+    """One JSON object on one line, for ``steps.jsonl``."""
+    return json.dumps(plain(row), ensure_ascii=False, allow_nan=False)
