@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,7 +107,7 @@ class TwinRow:
     """absorbed_parity or packed_parity: one tensor of two mathematically equal forms, in float64."""
 
     kind: str
-    """absorbed or packed."""
+    """absorbed, packed, or packed_leak (change of sequence B when only sequence A changes: exactly zero)."""
     tensor: str
     relative_error: float
 
@@ -120,6 +121,7 @@ class FiniteRow:
     """loss, input, output_gradient, gradient or weight."""
     name: str
     nan: int
+    """Elements that are NaN; 1 for "at least one" in an input or output gradient, which is gone when it is judged."""
     inf: int
 
 
@@ -131,8 +133,9 @@ class PresenceRow:
     present_steps: int
     nonzero_steps: int
     steps: int
+    """Steps in which a gradient that is not zero was expected; the two counts above are of these steps."""
     may_be_zero: bool
-    """True where a zero gradient is legitimate, e.g. an expert that got no token in any step."""
+    """True where none was expected in any step, e.g. of an expert that never got a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +157,24 @@ class MemoryRow:
     """Inputs of the region that are held for its replay."""
     replays: int
     discards_outputs: bool
+    copy_bytes: int = 0
+    """Quantized copies that leaves keep only while their input is not recomputed."""
+    predicted_on_bytes: int | None = None
+    """What held_on_bytes has to be to the byte, computed from the run without recompute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreflightRow:
+    """One size of the live model or batch beside what the recipe or the kernel takes."""
+
+    name: str
+    """Module or tensor."""
+    quantity: str
+    """What was measured, e.g. ``in_features`` or ``rope table width``."""
+    value: int
+    rule: str
+    """multiple (value is a positive multiple of required), equal, or at_least."""
+    required: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +203,8 @@ class ThroughputSummary:
     """Sum of the measured steps' own times."""
     wall_ms: float
     """Clock from the first to the last measured step, taken independently."""
+    excluded_ms: float
+    """Within that time, what callbacks, validation and data loading took; no part of any step."""
     label: str
     """emulation, native or bf16."""
 
@@ -190,6 +213,7 @@ class ThroughputSummary:
 class Record:
     """Everything measured in one run; lists grow while it goes on."""
 
+    preflight: list[PreflightRow] = field(default_factory=list)
     steps: list[StepRow] = field(default_factory=list)
     gradients: list[GradientRow] = field(default_factory=list)
     coverage: list[CoverageRow] = field(default_factory=list)
@@ -199,6 +223,8 @@ class Record:
     finite: list[FiniteRow] = field(default_factory=list)
     finite_looked: int = 0
     """Tensors that the finite callback looked at."""
+    finite_steps: int = 0
+    """Optimizer steps in which it looked at all of them."""
     presence: list[PresenceRow] = field(default_factory=list)
     memory: list[MemoryRow] = field(default_factory=list)
     curves: LossCurves = field(default_factory=LossCurves)
@@ -208,6 +234,17 @@ class Record:
     held_mib: float | None = None
     entropy_floor: float | None = None
     """Known lower bound of the loss in nats a token, where the data source has one."""
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Percentile with linear interpolation between the two nearest values; NaN when there are none."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
 def plain(value: Any) -> Any:
