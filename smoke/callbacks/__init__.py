@@ -1,0 +1,37 @@
+"""Callbacks that measure a run of any ``lightning.Trainer``; they judge nothing and change nothing.
+
+Each is a thin skin over a plain class. Names are resolved when first used, so that importing this package loads neither
+torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from smoke.callbacks.coverage import Coverage
+    from smoke.callbacks.finite import Finite
+    from smoke.callbacks.gradient_parity import GradientParity
+    from smoke.callbacks.loss_tracker import LossTracker
+    from smoke.callbacks.presence import GradientPresence
+    from smoke.callbacks.step_log import StepLog
+    from smoke.callbacks.throughput import Throughput
+
+__all__ = ["Coverage", "Finite", "GradientParity", "GradientPresence", "LossTracker", "StepLog", "Throughput"]
+
+_HOMES = {
+    "Coverage": "coverage",
+    "Finite": "finite",
+    "GradientParity": "gradient_parity",
+    "GradientPresence": "presence",
+    "LossTracker": "loss_tracker",
+    "StepLog": "step_log",
+    "Throughput": "throughput",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

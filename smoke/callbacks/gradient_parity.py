@@ -1,0 +1,167 @@
+"""Gradients of the watched run against those of a reference, per parameter and per slice.
+
+At steps 0, ``every``, 2 ``every`` ... the run's expert choices are recorded during the forward pass. In
+``on_before_optimizer_step`` (after accumulation, before clipping) the reference is asked for the gradients of the same
+batches from the same weights, once with the recorded choices replayed, so that one flipped expert does not drown the
+comparison, and once with routing free. The watched gradients are the ``.grad`` of the watched parameters themselves.
+
+Slices matter: a gradient can be right on the whole tensor (cosine 0.999) and wrong on one head or on the rows that all
+heads share. Errors are taken in float64 over the gradients as they are; two zero gradients (an expert without tokens)
+agree, and a NaN stays a NaN.
+
+The reference is a callable that must leave the watched module alone; random states are restored around it here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import lightning
+import torch
+from torch import Tensor
+
+from smoke.callbacks.common import rows_to_state, trainable
+from smoke.numerics import cosine, relative_norm
+from smoke.record import GradientRow
+
+Slices = Mapping[str, Sequence[tuple[str, int, int]]]
+Gradients = dict[str, Tensor]
+Reference = Callable[[Any, Any], Mapping[str, Tensor | None]]
+
+
+class Recorder(Protocol):
+    """Records the expert choices of a forward pass; ``stop`` returns the tape that the reference replays."""
+
+    def start(self) -> Any: ...
+
+    def stop(self) -> Any: ...
+
+
+def compare_gradients(
+    watched: Mapping[str, Tensor | None],
+    reference: Mapping[str, Tensor | None],
+    *,
+    step: int,
+    routing: str,
+    slices: Slices,
+    quantized: Callable[[str], bool],
+) -> Iterator[GradientRow]:
+    """A row for each parameter, and for each of its slices (name, start, stop along the first dimension).
+
+    An absent gradient counts as zero. KeyError where the reference does not know a parameter.
+    """
+    for name, left in watched.items():
+        right = reference[name]
+        if left is None and right is None:
+            left = right = torch.zeros(1)
+        left = torch.zeros_like(right) if left is None else left
+        right = torch.zeros_like(left) if right is None else right
+        parts = [("", 0, left.shape[0] if left.dim() else 1), *slices.get(name, ())]
+        for label, start, stop in parts:
+            a, b = (left[start:stop], right[start:stop]) if label else (left, right)
+            yield GradientRow(
+                step=step,
+                routing=routing,
+                parameter=name,
+                slice=label,
+                quantized=quantized(name),
+                relative_error=relative_norm(a, b),
+                cosine=cosine(a, b),
+                norm=_norm(a),
+                reference_norm=_norm(b),
+            )
+
+
+def _norm(a: Tensor) -> float:
+    return float(torch.linalg.vector_norm(a.detach().double()))
+
+
+class GradientParity(lightning.Callback):
+    """Keeps the comparison's rows in ``self.rows``.
+
+    Args:
+        reference: ``reference(batch, tape)`` returns the gradients of one batch's undivided loss by parameter name, as
+            tensors of their own; ``tape`` None leaves routing free.
+        recorder: what records the tape; None for a model without routing (only ``replayed`` rows are made).
+        slices: parts of parameters along their first dimension: {name: [(slice name, start, stop)]}.
+        quantized: whether the leaf that owns a parameter is converted.
+        every: optimizer steps between two comparisons.
+        free_every_time: compare with routing free at every comparison, else at step 0 alone.
+        prefix: taken off the watched parameters' names.
+    """
+
+    def __init__(
+        self,
+        reference: Reference,
+        recorder: Recorder | None,
+        slices: Slices,
+        quantized: Callable[[str], bool],
+        *,
+        every: int = 10,
+        free_every_time: bool = False,
+        prefix: str = "",
+    ):
+        if every < 1:
+            raise ValueError(f"every must be at least 1, got {every}")
+        self.rows: list[GradientRow] = []
+        self._reference, self._recorder, self._slices, self._quantized = reference, recorder, slices, quantized
+        self._every, self._free_every_time, self._prefix = every, free_every_time, prefix
+        self._recording = False
+        self._batch: Any = None
+        self._micro_batches: list[tuple[Any, Any]] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._recording = trainer.global_step % self._every == 0
+        if self._recording:
+            self._batch = batch
+            if self._recorder is not None:
+                self._recorder.start()
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        if self._recording:
+            tape = self._recorder.stop() if self._recorder is not None else None
+            self._micro_batches.append((self._batch, tape))
+            self._recording, self._batch = False, None
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if not self._micro_batches:
+            return
+        micro_batches, self._micro_batches = self._micro_batches, []
+        watched = {name: p.grad for name, p in trainable(pl_module, self._prefix)}
+        step, divisor = trainer.global_step, trainer.accumulate_grad_batches
+        self._compare(watched, step, "replayed", micro_batches, divisor)
+        if self._recorder is not None and (step == 0 or self._free_every_time):
+            self._compare(watched, step, "free", [(batch, None) for batch, _ in micro_batches], divisor)
+
+    def _compare(
+        self, watched: Mapping[str, Tensor | None], step: int, routing: str, micro_batches: list[Any], divisor: int
+    ) -> None:
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        python_state = random.getstate()
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            reference = self._mean_reference(micro_batches, divisor)
+        random.setstate(python_state)
+        self.rows += compare_gradients(
+            watched, reference, step=step, routing=routing, slices=self._slices, quantized=self._quantized
+        )
+
+    def _mean_reference(self, micro_batches: list[Any], divisor: int) -> Mapping[str, Tensor | None]:
+        """The reference's gradients as Lightning accumulates them: sum over micro-batches of gradient / divisor."""
+        if divisor == 1:
+            return self._reference(*micro_batches[0])
+        total: dict[str, Tensor | None] = {}
+        for batch, tape in micro_batches:
+            for name, gradient in self._reference(batch, tape).items():
+                before = total.setdefault(name, None)
+                if gradient is not None:
+                    share = gradient.double() / divisor
+                    total[name] = share if before is None else before + share
+        return total
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": rows_to_state(self.rows)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rows = [GradientRow(**row) for row in state_dict["rows"]]

@@ -1,0 +1,108 @@
+"""A small LightningModule with labels, dropout and a Trainer around it, for the callbacks' tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY, WIDTH = 11, 8
+
+
+class Batches:
+    """An iterable of fixed batches that Lightning takes for a data loader."""
+
+    def __init__(self, items: list[dict[str, Tensor]]):
+        self.items = items
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+class Toy(lightning.LightningModule):
+    """Embedding, linear, dropout, linear; cross entropy over labels that are not -100. ``seen`` keeps true losses."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+            self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.dropout = nn.Dropout(0.1)
+        self.seen: list[float] = []
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        hidden = self.dropout(torch.relu(self.inner(self.embedding(batch["tokens"]))))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.seen.append(float(loss.detach()))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def make_batches(count: int) -> list[dict[str, Tensor]]:
+    """Batches of 2 x 5 tokens, of which one label each row, and one more in odd batches, is ignored."""
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for index in range(count):
+        tokens = torch.randint(VOCABULARY, (2, 5), generator=generator)
+        labels = tokens.roll(-1, 1)
+        labels[:, -1] = -100
+        labels[0, 0] = -100 if index % 2 else labels[0, 0]
+        batches.append({"tokens": tokens, "labels": labels})
+    return batches
+
+
+@pytest.fixture
+def toy() -> type[Toy]:
+    return Toy
+
+
+@pytest.fixture
+def batches() -> Callable[[int], list[dict[str, Tensor]]]:
+    return make_batches
+
+
+@pytest.fixture
+def fit() -> Callable[..., lightning.Trainer]:
+    """``fit(module, batches, callbacks, ckpt_path=None, validation=None, **trainer_options)`` on one CPU."""
+
+    def run(
+        module: lightning.LightningModule,
+        items: list[dict[str, Tensor]],
+        callbacks: list[lightning.Callback],
+        ckpt_path: Any = None,
+        validation: list[dict[str, Tensor]] | None = None,
+        **options: Any,
+    ) -> lightning.Trainer:
+        torch.manual_seed(7)
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            callbacks=callbacks,
+            **options,
+        )
+        loaders = {} if validation is None else {"val_dataloaders": Batches(validation)}
+        trainer.fit(module, train_dataloaders=Batches(items), ckpt_path=ckpt_path, **loaders)
+        return trainer
+
+    return run
