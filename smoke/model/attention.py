@@ -4,9 +4,9 @@ All activations of the model are [T, ...]: sbhd rows are laid out one after the 
 are. ``Sequences`` carries the edges; ``core_attention`` never looks across one.
 
 The stock ``scaled_dot_product_attention`` runs in its flash form only if query, key and value are equally wide; its
-other form saves float32 copies and every probability, and recompute would then free nothing. So callers hand in equally
-wide tensors and say how many columns of the result they keep: in the absorbed form of MLA the value *is* the key (latent
-and rotated columns), in the plain form the value is padded with zeros (``widen``).
+other form saves float32 copies and every probability, and recompute would then free nothing. So callers hand in
+equally wide tensors and say how many columns of the result they keep: in the absorbed form of MLA the value *is* the
+key (latent and rotated columns), in the plain form the value is padded with zeros (``widen``).
 
 On a CPU without BF16 instructions the stock kernel is a hundred times slower in BF16 than in float32. There the callers
 emit float32 copies of their BF16 numbers (``attention_dtype``), and the result is rounded to BF16 afterwards: the same
@@ -58,7 +58,9 @@ class Sequences:
         """[sequences, T]: multiplied with values of the tokens it gives the mean over each sequence."""
         device = self.positions_T.device
         lengths = torch.tensor(self.lengths, device=device)
-        owner_T = torch.repeat_interleave(torch.arange(len(self.lengths), device=device), lengths, output_size=self.tokens)
+        owner_T = torch.repeat_interleave(
+            torch.arange(len(self.lengths), device=device), lengths, output_size=self.tokens
+        )
         weights = torch.zeros(len(self.lengths), self.tokens, dtype=dtype, device=device)
         return weights.scatter_(0, owner_T.unsqueeze(0), (1.0 / lengths.to(dtype))[owner_T].unsqueeze(0))
 
@@ -101,7 +103,7 @@ def core_attention(
     if sequences.uniform:
         return _attend(query_TND, key_TGD, value_TGD, len(sequences.lengths), scale)[..., :columns].to(out_dtype)
     parts = zip(*(tensor.split(sequences.lengths) for tensor in (query_TND, key_TGD, value_TGD)), strict=True)
-    return torch.cat([_attend(*part, 1, scale)[..., :columns].to(out_dtype) for part in parts])
+    return torch.cat([_attend(q, k, v, 1, scale)[..., :columns].to(out_dtype) for q, k, v in parts])
 
 
 def _attend(query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, rows: int, scale: float) -> Tensor:

@@ -2,8 +2,8 @@
 
 Tokens run flat, [T, ...], in both layouts (``smoke.model.attention.Sequences``). Parameters are BF16, the router's
 weight and its buffers float32; nothing here knows of precision recipes. The whole forward runs inside
-``Recompute.tracking``. With parameters and a ``dtype`` of float64 the forward is float64 throughout, which is how parity
-of two mathematically equal forms is judged.
+``Recompute.tracking``. With float64 parameters (``dtype``, ``model.double()`` or ``functional_call``) the forward is
+float64 throughout, which is how parity of two mathematically equal forms is judged.
 
 Shape letters: T tokens, H width, V vocabulary, B rows, S tokens of a row.
 """
@@ -129,7 +129,7 @@ class DeepseekV3(nn.Module):
             self.mtp = MultiTokenPrediction(config, layer("mtp.mtp_model_layer", False), dtype=dtype, device=device)
 
     def forward(self, batch: dict[str, Tensor]) -> ModelOutput:
-        """A batch of the model's layout (int64 tokens, labels, positions; thd: int32 cu_seqlens) -> logits and labels."""
+        """A batch of the model's layout (int64 tokens, labels, positions; thd: int32 cu_seqlens) -> ModelOutput."""
         with self.recompute.tracking(self._persistent(batch["tokens"].device)):
             return self._forward(batch)
 

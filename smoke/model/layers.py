@@ -29,16 +29,16 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        wide = wide_dtype(x_TH.dtype)
-        norm_T1 = torch.linalg.vector_norm(x_TH, dim=-1, keepdim=True, dtype=wide)
+        wide_TH = x_TH.to(wide_dtype(x_TH.dtype))
+        norm_T1 = torch.linalg.vector_norm(wide_TH, dim=-1, keepdim=True)
         rstd_T1 = norm_T1.square_().div_(x_TH.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x_TH, weight_H, rstd_T1)
-        return torch.mul(x_TH, rstd_T1).mul_(weight_H.to(wide)).to(x_TH.dtype)
+        return (wide_TH * rstd_T1).mul_(weight_H.to(wide_TH.dtype)).to(x_TH.dtype)
 
     @staticmethod
     def backward(ctx, dy_TH: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_TH, weight_H, rstd_T1 = ctx.saved_tensors
-        unit_TH = torch.mul(x_TH, rstd_T1)
+        unit_TH = x_TH.to(rstd_T1.dtype) * rstd_T1
         dy_TH = dy_TH.to(unit_TH.dtype)
         product_TH = dy_TH * unit_TH
         dweight_H = product_TH.sum(0).to(weight_H.dtype) if ctx.needs_input_grad[1] else None
@@ -84,14 +84,18 @@ class _SwiGLU(torch.autograd.Function):
         wide_T2I = x_T2I.to(wide_dtype(x_T2I.dtype))
         gate_TI, up_TI = wide_T2I.chunk(2, dim=-1)
         dy_TI = dy_TI.to(wide_T2I.dtype)
-        silu_TI = torch.nn.functional.silu(gate_TI)
+        sigmoid_TI = gate_TI.sigmoid()
+        silu_TI = gate_TI * sigmoid_TI
+        slope_TI = sigmoid_TI.addcmul_(silu_TI, 1.0 - sigmoid_TI)
         dweight_T = None
         if weight_T is not None:
             dweight_T = (silu_TI * up_TI).mul_(dy_TI).sum(-1).to(weight_T.dtype)
             dy_TI = dy_TI * weight_T.unsqueeze(-1)
-        dup_TI = silu_TI.mul_(dy_TI)
-        dgate_TI = torch.ops.aten.silu_backward(dy_TI * up_TI, gate_TI)
-        return torch.cat((dgate_TI, dup_TI), dim=-1).to(x_T2I.dtype), dweight_T
+        dx_T2I = torch.empty_like(wide_T2I)
+        dgate_TI, dup_TI = dx_T2I.chunk(2, dim=-1)
+        torch.mul(slope_TI, up_TI, out=dgate_TI).mul_(dy_TI)
+        torch.mul(silu_TI, dy_TI, out=dup_TI)
+        return dx_T2I.to(x_T2I.dtype), dweight_T
 
 
 def swiglu(x_T2I: Tensor, weight_T: Tensor | None = None) -> Tensor:

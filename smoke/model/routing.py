@@ -1,9 +1,9 @@
 """The router of a mixture-of-experts layer: which experts a token goes to, and with what weight.
 
-Scores are sigmoids of float32 logits. A bias, moved by a sign rule after each optimizer step, balances the load: it takes
-part in the choice of experts and not in their weights (balancing without an auxiliary loss). The choice is limited to
-the best groups of experts, a group being worth the sum of its two best biased scores. A small sequence-wise auxiliary
-loss keeps single sequences from extremes. Equal scores go to the lower expert number, on every device.
+Scores are sigmoids of float32 logits. A bias, moved by a sign rule after each optimizer step, balances the load: it
+takes part in the choice of experts and not in their weights (balancing without an auxiliary loss). The choice is
+limited to the best groups of experts, a group being worth the sum of its two best biased scores. A small sequence-wise
+auxiliary loss keeps single sequences from extremes. Equal scores go to the lower expert number, on every device.
 
 ``record_routing`` notes every choice of experts; ``replay_routing`` imposes the recorded choices on another forward of
 the same batch, which then computes weights from its own scores. Two forwards that differ by rounding can so be compared
