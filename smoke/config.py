@@ -10,6 +10,8 @@ Sizes carry the names of Hugging Face's ``DeepseekV3Config``; recompute regions 
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 PRECISIONS = ("bf16", "fp8-delayed", "fp8-tensorwise", "fp8-blockwise", "mxfp8", "nvfp4")
@@ -17,6 +19,12 @@ REGIONS = ("mla_up_proj", "layernorm", "moe_act", "mlp", "core_attn")
 BACKENDS = ("auto", "emulated", "te")
 IMPLS = ("auto", "reference", "triton")
 LAYOUTS = ("sbhd", "thd")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """The legal word that looks most like ``word``, for error messages."""
+    return difflib.get_close_matches(word, list(words), n=1, cutoff=0.0)[0]
 
 
 @dataclass(frozen=True, kw_only=True)

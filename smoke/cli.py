@@ -1,0 +1,163 @@
+"""The command line: ``run``, ``matrix``, ``env``, ``explain CHECK``. Arguments in, exit code out.
+
+Everything heavy is imported inside the command that needs it, so that ``--help`` and a mistyped option answer at once.
+A request that cannot run ends in one line on standard error and the exit code of its reason; a crash shows its
+traceback and ends in 3, never in the 1 that means "a required check failed".
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from smoke import __version__
+
+DESCRIPTION = """\
+usage: smoke COMMAND [options]
+
+Trains a small DeepSeek-V3-shaped model for a few steps and says, with evidence, whether a combination of
+low-precision recipe, activation recompute and kernels can be trusted.
+
+commands:
+  run            train, check, print a verdict (python train.py does the same)
+  matrix         every precision with every recompute set, one table
+  env            versions, devices, and what each precision would run on here, and why
+  explain CHECK  what a check proves, how it measures, where its limit comes from, what to do when it is red
+
+smoke COMMAND --help lists the options of a command; smoke --version prints the version.
+
+exit codes: 0 passed, 1 a required check failed, 2 wrong usage, 3 crash or a check that could not judge,
+4 this machine lacks something or a required check was skipped, 5 blocked by an installed package,
+130 and 143 interrupted.
+"""
+USAGE, CRASH, INTERRUPTED = 2, 3, 130
+
+
+def main(args: Sequence[str] | None = None, *, prog: str = "smoke") -> int:
+    """Run one command and return the exit code. ``args`` default to the command line's."""
+    args = list(sys.argv[1:] if args is None else args)
+    command, rest = (args[0], args[1:]) if args else ("", [])
+    if command in ("--help", "-h"):
+        print(DESCRIPTION, end="")
+        return 0
+    if command == "--version":
+        print(f"smoke {__version__}")
+        return 0
+    if command not in COMMANDS:
+        return _fail(prog, _unknown("command", command, list(COMMANDS)))
+    try:
+        return COMMANDS[command](rest, prog if prog != "smoke" else f"smoke {command}")
+    except SystemExit as stop:  # --help and --print_config of the option parser
+        return stop.code if isinstance(stop.code, int) else 0
+    except KeyboardInterrupt:
+        return _fail(prog, "interrupted", INTERRUPTED)
+    except Exception:
+        traceback.print_exc()
+        return _fail(prog, "crashed; the traceback is above", CRASH)
+
+
+def run(args: Sequence[str], prog: str) -> int:
+    """``smoke run``."""
+    from smoke.options import UsageError, parse_run
+
+    try:
+        config = parse_run(args, prog)
+    except UsageError as error:
+        return _fail(prog, str(error))
+    from smoke.plan import Refusal, resolve
+
+    environment = facts()
+    try:
+        plan = resolve(config, environment)
+    except Refusal as refusal:
+        from smoke.run import refuse
+
+        refuse(refusal, config, environment, _command_line(prog, args))
+        return _fail(prog, refusal.message, refusal.exit_code)
+    from smoke.run import execute
+
+    return execute(plan, environment, _command_line(prog, args))
+
+
+def matrix(args: Sequence[str], prog: str) -> int:
+    """``smoke matrix``: all rows are planned before the first one runs."""
+    from smoke.options import UsageError, parse_matrix
+
+    try:
+        configs = parse_matrix(args, prog)
+    except UsageError as error:
+        return _fail(prog, str(error))
+    from smoke.plan import Refusal, resolve
+
+    environment, plans = facts(), []
+    for config in configs:
+        try:
+            plans.append(resolve(config, environment))
+        except Refusal as refusal:
+            row = f"{config.precision} with recompute {'+'.join(config.recompute) or 'none'}"
+            return _fail(prog, f"{row}: {refusal.message}", refusal.exit_code)
+    from smoke.run import execute_matrix
+
+    return execute_matrix(plans, environment, _command_line(prog, args))
+
+
+def env(args: Sequence[str], prog: str) -> int:
+    """``smoke env``."""
+    if args:
+        if args[0] in ("--help", "-h"):
+            print(f"usage: {prog}\n\nPrints versions, devices, and what each precision would run on here, and why.")
+            return 0
+        return _fail(prog, f"takes no options, got {args[0]}")
+    from smoke.inventory import print_environment
+
+    print_environment(facts())
+    return 0
+
+
+def explain(args: Sequence[str], prog: str) -> int:
+    """``smoke explain CHECK``."""
+    from smoke.explain import CHECKS, text
+
+    if len(args) == 1 and args[0] in CHECKS:
+        print(text(args[0]), end="")
+        return 0
+    if args and args[0] in ("--help", "-h"):
+        print(f"usage: {prog} CHECK\n\nCHECK is one of {', '.join(CHECKS)}.")
+        return 0
+    return _fail(prog, _unknown("check", " ".join(args), list(CHECKS)))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {"run": run, "matrix": matrix, "env": env, "explain": explain}
+
+
+def facts():
+    """This machine, with Transformer Engine's own answers where it is installed and has a device to run on."""
+    import dataclasses
+
+    from smoke.environment import detect
+
+    environment = detect()
+    if environment.missing("transformer-engine") or not environment.cuda_available:
+        return environment
+    from smoke.precision.te import blockers
+
+    return dataclasses.replace(environment, transformer_engine=blockers())
+
+
+def _command_line(prog: str, args: Sequence[str]) -> list[str]:
+    start = ["python", prog] if prog.endswith(".py") else prog.split()
+    return [*start, *args]
+
+
+def _unknown(kind: str, word: str, words: list[str]) -> str:
+    from smoke.config import nearest
+
+    if not word:
+        return f"name a {kind}: {', '.join(words)}"
+    return f"no {kind} {word!r}; the nearest is {nearest(word, words)}, known are {', '.join(words)}"
+
+
+def _fail(prog: str, message: str, code: int = USAGE) -> int:
+    print(f"{prog}: error: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,51 @@
+"""The checks of this release, and which of them a run must pass.
+
+A check that cannot apply is not required, and its reason is printed with SKIP. A required check that the user skips
+stays required: the run then ends in exit code 4.
+"""
+
+from __future__ import annotations
+
+from smoke.config import RunConfig
+
+CHECKS = (
+    "preflight",
+    "coverage",
+    "quantizer",
+    "recompute_parity",
+    "gradient_parity",
+    "quantization_engaged",
+    "absorbed_parity",
+    "packed_parity",
+    "finite",
+    "gradient_presence",
+    "loss_tracking",
+    "memory",
+    "throughput",
+    "determinism",
+)
+"""In the order of the report."""
+
+LOSS_TRACKING_STEPS = 10
+"""loss_tracking compares the first five losses with the last five."""
+THROUGHPUT_STEPS = 4
+"""Two steps warm up, and one measured step would have no spread."""
+
+
+def required_checks(config: RunConfig) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The checks that must pass, and the reason of each that will not run; ``config.precision`` is canonical."""
+    reasons: dict[str, str] = {}
+    if config.precision == "bf16":
+        reasons["quantizer"] = reasons["quantization_engaged"] = "bf16 quantizes nothing"
+    if not config.recompute:
+        reasons["recompute_parity"] = reasons["memory"] = "--recompute none: nothing is recomputed"
+    if config.layout != "thd":
+        reasons["packed_parity"] = "--layout sbhd: nothing is packed"
+    if config.steps < LOSS_TRACKING_STEPS:
+        reasons["loss_tracking"] = f"needs --steps {LOSS_TRACKING_STEPS} or more, this run has {config.steps}"
+    if config.steps < THROUGHPUT_STEPS:
+        reasons["throughput"] = f"needs --steps {THROUGHPUT_STEPS} or more (two warm up), this run has {config.steps}"
+    required = tuple(name for name in CHECKS if name not in reasons)
+    reasons |= {name: "--check.skip" for name in config.check.skip if name in required}
+    return required, reasons
+
