@@ -104,7 +104,7 @@ class DeepseekV3(nn.Module):
         super().__init__()
         self.config, self.layout = config, layout
         self.recompute = recompute or Recompute()
-        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._tables: tuple[Tensor, Tensor] | None = None
 
         def layer(label: str, dense: bool) -> DecoderLayer:
             return DecoderLayer(
@@ -130,13 +130,13 @@ class DeepseekV3(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> ModelOutput:
         """A batch of the model's layout (int64 tokens, labels, positions; thd: int32 cu_seqlens) -> ModelOutput."""
-        with self.recompute.tracking(self._persistent(batch["tokens"].device)):
-            return self._forward(batch)
-
-    def _forward(self, batch: dict[str, Tensor]) -> ModelOutput:
-        tokens_T, labels_T = batch["tokens"].flatten(), batch["labels"].flatten()
         sequences = Sequences.of(batch, self.layout)
-        around = (sequences, *self._rope(tokens_T.device))
+        tables = self._rope(sequences.positions_T)
+        with self.recompute.tracking([*self.parameters(), *self.buffers(), *tables]):
+            return self._forward(batch, (sequences, *tables))
+
+    def _forward(self, batch: dict[str, Tensor], around: tuple[Sequences, Tensor, Tensor]) -> ModelOutput:
+        tokens_T, labels_T = batch["tokens"].flatten(), batch["labels"].flatten()
         hidden_TH, losses = self.embedding(tokens_T), []
         for layer in self.layers:
             hidden_TH, aux_loss = layer(hidden_TH, *around)
@@ -147,7 +147,7 @@ class DeepseekV3(nn.Module):
             next_TH = self.embedding(labels_T.clamp(min=0))
             mtp_TH, aux_loss = self.mtp(hidden_TH, next_TH, *around)
             losses.append(aux_loss)
-            mtp_logits_TV, mtp_labels_T = self.output_layer(mtp_TH), next_labels(labels_T, sequences)
+            mtp_logits_TV, mtp_labels_T = self.output_layer(mtp_TH), next_labels(labels_T, around[0])
         present = [loss for loss in losses if loss is not None]
         total = torch.stack(present).sum() if present else hidden_TH.new_zeros((), dtype=torch.float32)
         return ModelOutput(self.output_layer(hidden_TH), labels_T, mtp_logits_TV, mtp_labels_T, total)
@@ -186,13 +186,13 @@ class DeepseekV3(nn.Module):
             if (slices := _slices(self.config, name.removesuffix(".weight").rpartition(".")[2]))
         }
 
-    def _rope(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._tables:
-            self._tables[device] = rope_table(self.config, device)
-        return self._tables[device]
-
-    def _persistent(self, device: torch.device) -> list[Tensor]:
-        return [*self.parameters(), *self.buffers(), *self._rope(device)]
+    def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Tables that reach beyond the largest position; kept, and doubled when a batch asks for more."""
+        needed, device = int(positions_T.max()) + 1, positions_T.device
+        if self._tables is None or self._tables[0].device != device or self._tables[0].shape[0] < needed:
+            length = max(needed, min(2 * needed, self.config.max_position_embeddings))
+            self._tables = rope_table(self.config, device, length=length)
+        return self._tables
 
 
 def _slices(config: ModelConfig, leaf: str) -> list[tuple[str, int, int]]:
