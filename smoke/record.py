@@ -153,10 +153,10 @@ class MemoryRow:
     """Outputs of the region that its consumers asked to save."""
     released_output_bytes: int
     """Of those, the bytes that were recognised and discarded."""
-    argument_bytes: int
-    """Inputs of the region that are held for its replay."""
     replays: int
     discards_outputs: bool
+    argument_bytes: int = 0
+    """Inputs of the region that are held for its replay."""
     copy_bytes: int = 0
     """Quantized copies that leaves keep only while their input is not recomputed."""
     predicted_on_bytes: int | None = None

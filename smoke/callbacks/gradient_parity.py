@@ -50,14 +50,10 @@ def compare_gradients(
 ) -> Iterator[GradientRow]:
     """A row for each parameter, and for each of its slices (name, start, stop along the first dimension).
 
-    An absent gradient counts as zero. KeyError where the reference does not know a parameter.
+    An absent gradient counts as zero, on either side.
     """
     for name, left in watched.items():
-        right = reference[name]
-        if left is None and right is None:
-            left = right = torch.zeros(1)
-        left = torch.zeros_like(right) if left is None else left
-        right = torch.zeros_like(left) if right is None else right
+        left, right = _filled(left, reference.get(name))
         parts = [("", 0, left.shape[0] if left.dim() else 1), *slices.get(name, ())]
         for label, start, stop in parts:
             a, b = (left[start:stop], right[start:stop]) if label else (left, right)
@@ -72,6 +68,12 @@ def compare_gradients(
                 norm=_norm(a),
                 reference_norm=_norm(b),
             )
+
+
+def _filled(left: Tensor | None, right: Tensor | None) -> tuple[Tensor, Tensor]:
+    if left is None:
+        left = torch.zeros(1) if right is None else torch.zeros_like(right)
+    return left, torch.zeros_like(left) if right is None else right
 
 
 def _norm(a: Tensor) -> float:

@@ -6,6 +6,7 @@ import sys
 import lightning
 import pytest
 import torch
+from callback_toys import Toy, fit, make_batches
 
 import smoke.callbacks
 from smoke.callbacks import Coverage, Finite, GradientParity, GradientPresence, LossTracker, StepLog, Throughput
@@ -53,13 +54,12 @@ def _bits(module):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}])
-def test_callbacks_change_no_bit(fit, toy, batches, options):
-    plain, watched, rows = toy(), toy(), []
-    fit(plain, batches(4), [], **options)
-    state = torch.get_rng_state()
-    fit(watched, batches(4), _callbacks(watched, rows), **options)
+def test_callbacks_change_no_bit(options):
+    plain, watched, rows = Toy(), Toy(), []
+    fit(plain, make_batches(4), [], **options)
+    fit(watched, make_batches(4), _callbacks(watched, rows), **options)
     assert plain.seen == watched.seen
-    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(plain.random_state, watched.random_state)
     left, right = _bits(plain), _bits(watched)
     assert all(torch.equal(left[name], right[name]) for name in left)
     assert len(rows) == 4 // options.get("accumulate_grad_batches", 1)
@@ -67,12 +67,12 @@ def test_callbacks_change_no_bit(fit, toy, batches, options):
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")  # the batches here start again
-def test_state_goes_through_a_checkpoint(fit, toy, batches, tmp_path):
-    module, rows = toy(), []
-    fit(module, batches(4), [*_callbacks(module, rows), _Saver(tmp_path / "a.ckpt")], max_steps=2)
-    resumed, more = toy(), []
+def test_state_goes_through_a_checkpoint(tmp_path):
+    module, rows = Toy(), []
+    fit(module, make_batches(4), [*_callbacks(module, rows), _Saver(tmp_path / "a.ckpt")], max_steps=2)
+    resumed, more = Toy(), []
     callbacks = _callbacks(resumed, more)
-    fit(resumed, batches(4), callbacks, ckpt_path=tmp_path / "a.ckpt")
+    fit(resumed, make_batches(4), callbacks, ckpt_path=tmp_path / "a.ckpt")
     assert [r.step for r in rows] == [0, 1]
     assert [r.step for r in more] == [2, 3]
     throughput, finite, presence, parity, loss, *_ = callbacks

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from callback_toys import Toy, fit, make_batches
 
 from smoke.callbacks import Finite
 from smoke.callbacks.finite import FiniteMeter
@@ -59,10 +60,10 @@ def _leaves(module):
     return {"inner": module.inner, "head": module.head}
 
 
-def test_a_sound_run_has_no_row_and_counts_its_looks(fit, toy, batches):
+def test_a_sound_run_has_no_row_and_counts_its_looks():
     finite = Finite(_leaves)
-    module = toy()
-    fit(module, batches(3), [finite])
+    module = Toy()
+    fit(module, make_batches(3), [finite])
     assert finite.rows == []
     assert finite.steps == 3
     assert finite.looked == 3 * (2 + 2 + 1 + 3 + 3)  # inputs, output gradients, loss, gradients, weights
@@ -70,8 +71,8 @@ def test_a_sound_run_has_no_row_and_counts_its_looks(fit, toy, batches):
     assert not module.inner._forward_pre_hooks
 
 
-def test_nan_that_a_cast_hides_is_found_before_it(fit, toy, batches):
-    class Broken(toy):
+def test_nan_that_a_cast_hides_is_found_before_it():
+    class Broken(Toy):
         def loss(self, batch):
             hidden = self.embedding(batch["tokens"]).clone()
             if len(self.seen) == 1:
@@ -81,18 +82,18 @@ def test_nan_that_a_cast_hides_is_found_before_it(fit, toy, batches):
             )
 
     module = Broken()
-    leaf = _Leaf(8, 8, bias=False)
+    leaf = _Leaf(8, 8, bias=False, device="meta")
     leaf.weight = module.inner.weight
     module.inner = leaf
     finite = Finite(_leaves)
-    fit(module, batches(3), [finite])
+    fit(module, make_batches(3), [finite])
     assert all(math.isfinite(loss) for loss in module.seen)
     assert (finite.rows[0].step, finite.rows[0].kind, finite.rows[0].name) == (1, "input", "inner")
     assert {r.kind for r in finite.rows if r.step == 1} == {"input"}
 
 
-def test_nan_in_one_gradient_names_the_parameter_and_stops(fit, toy, batches):
-    module = toy()
+def test_nan_in_one_gradient_names_the_parameter_and_stops():
+    module = Toy()
 
     def spoil(parameter):
         if len(module.seen) == 2:
@@ -100,37 +101,37 @@ def test_nan_in_one_gradient_names_the_parameter_and_stops(fit, toy, batches):
 
     module.inner.weight.register_post_accumulate_grad_hook(spoil)
     finite = Finite(_leaves, stop=True)
-    fit(module, batches(5), [finite])
+    fit(module, make_batches(5), [finite])
     assert finite.rows[0] == _row(1, "gradient", "inner.weight", 64, 0)
     assert finite.rows[1] == _row(1, "weight", "inner.weight", 64, 0)
     assert len(module.seen) == 2
 
 
-def test_infinite_output_gradient(fit, toy, batches):
-    class Broken(toy):
+def test_infinite_output_gradient():
+    class Broken(Toy):
         def loss(self, batch):
             return super().loss(batch) * torch.tensor(1e38) * 1e38
 
     finite = Finite(_leaves)
-    fit(Broken(), batches(1), [finite])
+    fit(Broken(), make_batches(1), [finite])
     kinds = [(r.kind, r.name) for r in finite.rows]
     assert ("loss", "loss") in kinds
     assert ("output_gradient", "head") in kinds
 
 
-def test_all_labels_ignored(fit, toy, batches):
-    items = batches(2)
+def test_all_labels_ignored():
+    items = make_batches(2)
     items[1]["labels"].fill_(-100)
     finite = Finite()
-    fit(toy(), items, [finite])
+    fit(Toy(), items, [finite])
     assert finite.rows[0] == _row(1, "loss", "loss", 1, 0)
 
 
-def test_state_and_prefix(fit, toy, batches):
-    module = toy()
+def test_state_and_prefix():
+    module = Toy()
     torch.nn.init.constant_(module.inner.weight, math.nan)
     finite, again = Finite(prefix="inner."), Finite()
-    fit(module, batches(1), [finite])
+    fit(module, make_batches(1), [finite])
     again.load_state_dict(finite.state_dict())
     assert (again.rows, again.looked, again.steps) == (finite.rows, finite.looked, 1)
     assert "weight" in {r.name for r in finite.rows}

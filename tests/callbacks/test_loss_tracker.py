@@ -6,6 +6,7 @@ import math
 import lightning
 import pytest
 import torch
+from callback_toys import Toy, fit, make_batches
 
 from smoke.callbacks import LossTracker
 from smoke.callbacks.loss_tracker import LossMeter, gradient_norm
@@ -56,9 +57,9 @@ def test_gradient_norm_is_summed_in_float64():
     assert float(gradient_norm([])) == 0.0
 
 
-def test_losses_without_accumulation_are_exact(fit, toy, batches):
-    module, tracker = toy(), LossTracker(_sha256)
-    items = batches(4)
+def test_losses_without_accumulation_are_exact():
+    module, tracker = Toy(), LossTracker(_sha256)
+    items = make_batches(4)
     fit(module, items, [tracker])
     assert [s.loss for s in tracker.samples] == module.seen
     assert [s.step for s in tracker.samples] == [0, 1, 2, 3]
@@ -71,32 +72,32 @@ def test_losses_without_accumulation_are_exact(fit, toy, batches):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_lightning_divides_and_the_tracker_does_not(fit, toy, batches, count):
-    module, tracker, reader = toy(), LossTracker(), _Reader()
-    fit(module, batches(2 * count), [tracker, reader], accumulate_grad_batches=count)
+def test_lightning_divides_and_the_tracker_does_not(count):
+    module, tracker, reader = Toy(), LossTracker(), _Reader()
+    fit(module, make_batches(2 * count), [tracker, reader], accumulate_grad_batches=count)
     assert reader.outputs == pytest.approx([loss / count for loss in module.seen], rel=1e-6)
     own = [sum(module.seen[i : i + count]) / count for i in (0, count)]
     assert [s.loss for s in tracker.samples] == pytest.approx(own, rel=0 if count == 2 else 1e-7)
 
 
-def test_short_last_accumulation_is_the_mean_of_what_ran(fit, toy, batches):
-    module, tracker = toy(), LossTracker()
-    fit(module, batches(3), [tracker], accumulate_grad_batches=2)
+def test_short_last_accumulation_is_the_mean_of_what_ran():
+    module, tracker = Toy(), LossTracker()
+    fit(module, make_batches(3), [tracker], accumulate_grad_batches=2)
     assert [s.loss for s in tracker.samples] == [sum(module.seen[:2]) / 2, module.seen[2]]
 
 
-def test_gradient_norm_is_that_before_clipping(fit, toy, batches):
+def test_gradient_norm_is_that_before_clipping():
     free, clipped = LossTracker(), LossTracker()
-    fit(toy(), batches(1), [free])
-    fit(toy(), batches(1), [clipped], gradient_clip_val=1e-3)
+    fit(Toy(), make_batches(1), [free])
+    fit(Toy(), make_batches(1), [clipped], gradient_clip_val=1e-3)
     assert clipped.samples[0].grad_norm == free.samples[0].grad_norm > 1e-2
 
 
-def test_nan_loss_stays_nan(fit, toy, batches):
-    items = batches(1)
+def test_nan_loss_stays_nan():
+    items = make_batches(1)
     items[0]["labels"].fill_(-100)
     tracker = LossTracker()
-    fit(toy(), items, [tracker])
+    fit(Toy(), items, [tracker])
     assert math.isnan(tracker.samples[0].loss)
     assert (tracker.samples[0].loss_hex, tracker.samples[0].tokens) == ("nan", 0)
 

@@ -1,6 +1,7 @@
 """GradientPresence: absent, zero and idle gradients are told apart; state."""
 
 import torch
+from callback_toys import Toy, fit, make_batches
 
 from smoke.callbacks import GradientPresence
 from smoke.callbacks.presence import PresenceMeter
@@ -25,8 +26,8 @@ def test_meter_counts_expected_steps_only():
     ]
 
 
-def test_detached_and_zero_parameters(fit, toy, batches):
-    class Broken(toy):
+def test_detached_and_zero_parameters():
+    class Broken(Toy):
         def loss(self, batch):
             hidden = self.inner(self.embedding(batch["tokens"]).detach())
             return super().loss(batch | {"labels": batch["labels"]}).detach() + (self.head(hidden) * 0).sum()
@@ -34,7 +35,7 @@ def test_detached_and_zero_parameters(fit, toy, batches):
     presence = GradientPresence()
     module = Broken()
     module.embedding.weight.requires_grad_(True)
-    fit(module, batches(2), [presence])
+    fit(module, make_batches(2), [presence])
     assert presence.rows() == [
         _row("embedding.weight", 0, 0, 2),
         _row("inner.weight", 2, 0, 2),
@@ -42,20 +43,20 @@ def test_detached_and_zero_parameters(fit, toy, batches):
     ]
 
 
-def test_idle_prefix_frozen_and_state(fit, toy, batches):
-    module = toy()
+def test_idle_prefix_frozen_and_state():
+    module = Toy()
     module.head.weight.requires_grad_(False)
     presence, again = GradientPresence(lambda: ["weight"], prefix="inner."), GradientPresence()
-    fit(module, batches(2), [presence])
+    fit(module, make_batches(2), [presence])
     assert presence.rows() == [_row("embedding.weight", 2, 2, 2), _row("weight", 0, 0, 0, True)]
     again.load_state_dict(presence.state_dict())
     assert again.rows() == presence.rows()
 
 
-def test_nan_is_not_zero(fit, toy, batches):
-    items = batches(1)
+def test_nan_is_not_zero():
+    items = make_batches(1)
     items[0]["labels"].fill_(-100)
     presence = GradientPresence()
-    fit(toy(), items, [presence])
+    fit(Toy(), items, [presence])
     assert all(row.present_steps == 1 for row in presence.rows())
     assert torch.tensor(float("nan")).any()

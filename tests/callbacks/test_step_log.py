@@ -1,6 +1,7 @@
 """StepLog and Coverage: rows handed on at once, merged from the same step; rows read at the end or at a crash."""
 
 import pytest
+from callback_toys import Toy, fit, make_batches
 
 from smoke.callbacks import Coverage, LossTracker, StepLog, Throughput
 from smoke.callbacks.loss_tracker import LossSample
@@ -23,10 +24,10 @@ def test_rows_of_different_steps_do_not_merge():
         merge(sample, timed)
 
 
-def test_each_step_is_written_when_it_ends(fit, toy, batches):
+def test_each_step_is_written_when_it_ends():
     rows = []
-    module, loss, throughput = toy(), LossTracker(lambda batch: "aa"), Throughput(label="native")
-    fit(module, batches(3), throughput.around([loss, StepLog(loss, throughput, rows.append)]))
+    module, loss, throughput = Toy(), LossTracker(lambda batch: "aa"), Throughput(label="native")
+    fit(module, make_batches(3), throughput.around([loss, StepLog(loss, throughput, rows.append)]))
     assert [r.step for r in rows] == [0, 1, 2]
     assert [r.loss for r in rows] == module.seen
     assert [float.fromhex(r.loss_hex) for r in rows] == module.seen
@@ -35,8 +36,8 @@ def test_each_step_is_written_when_it_ends(fit, toy, batches):
     assert all(r.step_time_ms > r.forward_ms > 0 < r.backward_ms for r in rows)
 
 
-def test_rows_are_there_when_the_run_dies(fit, toy, batches):
-    class Dying(toy):
+def test_rows_are_there_when_the_run_dies():
+    class Dying(Toy):
         def training_step(self, batch, batch_idx):
             if len(self.seen) == 2:
                 raise RuntimeError("power cut")
@@ -46,13 +47,13 @@ def test_rows_are_there_when_the_run_dies(fit, toy, batches):
     loss, throughput, coverage = LossTracker(), Throughput(label="native"), Coverage(lambda: counted)
     callbacks = throughput.around([loss, StepLog(loss, throughput, rows.append), coverage])
     with pytest.raises(RuntimeError, match="power cut"):
-        fit(Dying(), batches(4), callbacks)
+        fit(Dying(), make_batches(4), callbacks)
     assert [r.step for r in rows] == [0, 1]
     assert coverage.rows == counted
 
 
-def test_coverage_is_read_at_the_end(fit, toy, batches):
-    module = toy()
+def test_coverage_is_read_at_the_end():
+    module = Toy()
     coverage = Coverage(lambda: [_coverage(len(module.seen))])
-    fit(module, batches(3), [coverage])
+    fit(module, make_batches(3), [coverage])
     assert coverage.rows == [_coverage(3)]

@@ -2,6 +2,7 @@
 
 import lightning
 import pytest
+from callback_toys import Toy, fit, make_batches
 
 from smoke.callbacks import Throughput
 from smoke.callbacks.throughput import ThroughputMeter
@@ -101,10 +102,10 @@ class _Slow(lightning.Callback):
     on_before_optimizer_step = on_train_batch_end = _spend
 
 
-def _slow_module(toy, clock):
+def _slow_module(clock):
     """Forward takes 1 s, backward 2 s, zeroing 0.25 s, the optimizer 0.5 s, validation 1000 s."""
 
-    class Timed(toy):
+    class Timed(Toy):
         def training_step(self, batch, batch_idx):
             clock.now += 1.0
             return super().training_step(batch, batch_idx)
@@ -127,11 +128,11 @@ def _slow_module(toy, clock):
     return Timed()
 
 
-def test_slow_callbacks_and_validation_do_not_count(fit, toy, batches):
+def test_slow_callbacks_and_validation_do_not_count():
     clock = _Clock()
     throughput = Throughput(label="native", clock=clock)
     callbacks = throughput.around([_Slow(clock, 10.0), _Slow(clock, 20.0)])
-    fit(_slow_module(toy, clock), batches(5), callbacks, validation=batches(1), val_check_interval=1)
+    fit(_slow_module(clock), make_batches(5), callbacks, validation=make_batches(1), val_check_interval=1)
     assert [s.step for s in throughput.meter.steps] == [0, 1, 2, 3, 4]
     assert {s.step_time_ms for s in throughput.meter.steps} == {3750.0}
     assert {(s.forward_ms, s.backward_ms) for s in throughput.meter.steps} == {(1000.0, 2000.0)}
@@ -141,16 +142,22 @@ def test_slow_callbacks_and_validation_do_not_count(fit, toy, batches):
     assert summary.excluded_ms == pytest.approx((3 * 4 * 30.0 + 2 * (30.0 + 1000.0 + 30.0)) * 1e3)
 
 
-def test_accumulated_micro_batches_make_one_step(fit, toy, batches):
+def test_accumulated_micro_batches_make_one_step():
     clock = _Clock()
     throughput = Throughput(label="native", warmup_steps=0, clock=clock)
-    fit(_slow_module(toy, clock), batches(4), throughput.around([]), validation=batches(1), accumulate_grad_batches=2)
+    fit(
+        _slow_module(clock),
+        make_batches(4),
+        throughput.around([]),
+        validation=make_batches(1),
+        accumulate_grad_batches=2,
+    )
     assert [(s.step, s.tokens, s.step_time_ms) for s in throughput.meter.steps] == [(0, 15, 6750.0), (1, 15, 6750.0)]
 
 
-def test_half_a_bracket_is_refused(fit, toy, batches):
+def test_half_a_bracket_is_refused():
     throughput = Throughput(label="native")
     with pytest.raises(ValueError, match="around"):
-        fit(toy(), batches(1), [throughput])
+        fit(Toy(), make_batches(1), [throughput])
     with pytest.raises(ValueError, match="around"):
-        fit(toy(), batches(1), [throughput.closing, throughput])
+        fit(Toy(), make_batches(1), [throughput.closing, throughput])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import lightning
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,9 +28,12 @@ class Batches:
 
 
 class Toy(lightning.LightningModule):
-    """Embedding, linear, dropout, linear; cross entropy over labels that are not -100. ``seen`` keeps true losses."""
+    """Embedding, linear, dropout, linear; cross entropy over labels that are not -100.
 
-    def __init__(self):
+    ``seen`` keeps the true losses, ``random_state`` that at the end of training.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -39,6 +42,7 @@ class Toy(lightning.LightningModule):
             self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.dropout = nn.Dropout(0.1)
         self.seen: list[float] = []
+        self.random_state: Tensor | None = None
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         hidden = self.dropout(torch.relu(self.inner(self.embedding(batch["tokens"]))))
@@ -48,6 +52,9 @@ class Toy(lightning.LightningModule):
         loss = self.loss(batch)
         self.seen.append(float(loss.detach()))
         return loss
+
+    def on_train_end(self) -> None:
+        self.random_state = torch.get_rng_state()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -66,43 +73,30 @@ def make_batches(count: int) -> list[dict[str, Tensor]]:
     return batches
 
 
-@pytest.fixture
-def toy() -> type[Toy]:
-    return Toy
-
-
-@pytest.fixture
-def batches() -> Callable[[int], list[dict[str, Tensor]]]:
-    return make_batches
-
-
-@pytest.fixture
-def fit() -> Callable[..., lightning.Trainer]:
-    """``fit(module, batches, callbacks, ckpt_path=None, validation=None, **trainer_options)`` on one CPU."""
-
-    def run(
-        module: lightning.LightningModule,
-        items: list[dict[str, Tensor]],
-        callbacks: list[lightning.Callback],
-        ckpt_path: Any = None,
-        validation: list[dict[str, Tensor]] | None = None,
-        **options: Any,
-    ) -> lightning.Trainer:
+def fit(
+    module: lightning.LightningModule,
+    items: list[dict[str, Tensor]],
+    callbacks: list[lightning.Callback],
+    ckpt_path: Any = None,
+    validation: list[dict[str, Tensor]] | None = None,
+    **options: Any,
+) -> None:
+    """Train one epoch on one CPU from a fixed random state; torch's own random state is left alone."""
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=callbacks,
+        **options,
+    )
+    held_out = None if validation is None else Batches(validation)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # Lightning 2.6 asks torch 2.13's pytree whether a spec is a leaf in the way that torch has deprecated.
+        warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated", category=FutureWarning)
         torch.manual_seed(7)
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            callbacks=callbacks,
-            **options,
-        )
-        loaders = {} if validation is None else {"val_dataloaders": Batches(validation)}
-        trainer.fit(module, train_dataloaders=Batches(items), ckpt_path=ckpt_path, **loaders)
-        return trainer
-
-    return run
+        trainer.fit(module, train_dataloaders=Batches(items), val_dataloaders=held_out, ckpt_path=ckpt_path)

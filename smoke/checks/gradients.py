@@ -1,0 +1,150 @@
+"""gradient_parity, quantization_engaged and gradient_presence.
+
+Against BF16 both sides matter: an upper limit says too wrong, a lower limit says quantization did not happen. With
+routing free an expert can win or lose its only token, so single parameters say little there: the limit is on the error
+of all gradients together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from smoke.checks.finding import Finding, failed, median, number, passed, quantizes, unable, worst
+from smoke.record import GradientRow, Record
+
+
+def gradient_parity(record: Record, plan: Any, limits: Any) -> Finding:
+    """Errors of parameters, of slices, and of all gradients with routing free; the median is not too small either."""
+    name, rows = "gradient_parity", record.gradients
+    replayed = [row for row in rows if row.routing == "replayed"]
+    whole, slices = [r for r in replayed if not r.slice], [r for r in replayed if r.slice]
+    free = [row for row in rows if row.routing == "free" and not row.slice]
+    problem = _unmeasured(whole, slices, free, plan, limits)
+    if problem:
+        return unable(name, problem)
+    broken = next((row for row in rows if not _usable(row)), None)
+    if broken is not None:
+        return failed(name, _numbers(broken), "finite", _place(broken), "gradient comparison is not finite")
+    found = _first_red(name, whole, slices, free, limits)
+    if found is not None:
+        return found
+    top, part = worst(whole, _error), worst(slices, _error)
+    measured = f"{number(top.relative_error)}, slice {number(part.relative_error)}, free {number(_together(free))}"
+    return passed(name, measured, _upper_limits(limits), f"worst: {_place(top)}; {_place(part)}")
+
+
+def _unmeasured(
+    whole: Sequence[GradientRow], slices: Sequence[GradientRow], free: Sequence[GradientRow], plan: Any, limits: Any
+) -> str:
+    """Why the rows do not suffice; empty when they do."""
+    for rows, what in ((whole, "parameter"), (slices, "slice"), (free, "parameter with routing free")):
+        if not rows:
+            return f"measured nothing: no {what} was compared"
+    steps = {row.step for row in whole}
+    for step in range(0, plan.config.steps, plan.config.check.gradient_parity_every):
+        if step not in steps:
+            return f"no comparison at step {step}"
+    for field in ("gradient_error_max", "gradient_error_slice_max", "gradient_error_free_max"):
+        if getattr(limits, field) is None:
+            return f"the recipe has no {field}"
+    return ""
+
+
+def _first_red(
+    name: str, whole: Sequence[GradientRow], slices: Sequence[GradientRow], free: Sequence[GradientRow], limits: Any
+) -> Finding | None:
+    for rows, most in ((whole, limits.gradient_error_max), (slices, limits.gradient_error_slice_max)):
+        top = worst(rows, _error)
+        if not top.relative_error <= most:
+            over = sum(not row.relative_error <= most for row in rows)
+            return failed(name, _numbers(top), f"relative error <= {number(most)}", _place(top), f"{over} rows over")
+    together, most = _together(free), limits.gradient_error_free_max
+    if not together <= most:
+        place = _place(worst(free, _error))
+        return failed(name, f"all gradients, routing free: {number(together)}", f"<= {number(most)}", place)
+    least, quantized = limits.gradient_error_min, [r for r in whole if r.quantized and r.reference_norm > 0]
+    if least and quantized:
+        middle = median([row.relative_error for row in quantized])
+        if not middle >= least:
+            place = _place(min(quantized, key=_error))
+            return failed(name, f"median of quantized parameters {number(middle)}", f">= {number(least)}", place)
+    return None
+
+
+def _usable(row: GradientRow) -> bool:
+    """Finite numbers; with routing free a reference of zero makes the relative error infinite, which is no fault."""
+    numbers = (row.cosine, row.norm, row.reference_norm)
+    free_of_zero = row.routing == "free" and row.reference_norm == 0
+    return all(map(math.isfinite, numbers)) and (math.isfinite(row.relative_error) or free_of_zero)
+
+
+def _together(rows: Sequence[GradientRow]) -> float:
+    """Relative error of all gradients taken as one vector; the largest over the steps."""
+    errors = []
+    for step in {row.step for row in rows}:
+        chosen = [row for row in rows if row.step == step]
+        difference = math.hypot(*(row.relative_error * row.reference_norm if row.reference_norm else row.norm
+                                  for row in chosen))  # fmt: skip
+        reference = math.hypot(*(row.reference_norm for row in chosen))
+        errors.append(difference / reference if reference else (0.0 if difference == 0 else math.inf))
+    return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
+
+
+def _upper_limits(limits: Any) -> str:
+    least = f", median >= {number(limits.gradient_error_min)}" if limits.gradient_error_min else ""
+    upper = (limits.gradient_error_max, limits.gradient_error_slice_max, limits.gradient_error_free_max)
+    return "<= {}, slice <= {}, free <= {}".format(*map(number, upper)) + least
+
+
+def quantization_engaged(record: Record, plan: Any, limits: Any) -> Finding:
+    """Every quantized parameter's gradient differs from BF16's by at least the recipe's lower limit."""
+    name, least = "quantization_engaged", limits.gradient_error_min
+    whole = [row for row in record.gradients if row.routing == "replayed" and not row.slice]
+    if not quantizes(plan) or not least:
+        return unable(name, "the recipe has no lower limit (gradient_error_min)")
+    if not whole:
+        return unable(name, "measured nothing: no gradient was compared")
+    limit = f"relative error >= {number(least)} for every quantized parameter"
+    errors: dict[str, list[float]] = {}
+    for row in whole:
+        if row.quantized and not (row.norm == 0 and row.reference_norm == 0):
+            errors.setdefault(row.parameter, []).append(row.relative_error)
+    if not errors:
+        return failed(name, "0 quantized parameters", limit, detail="conversion matched nothing")
+    for parameter, values in errors.items():
+        if not max(values, key=lambda value: -math.inf if math.isnan(value) else value) >= least:
+            return failed(name, number(max(values)), limit, parameter, "its gradient is that of the BF16 twin")
+    return passed(name, f"least {number(min(max(v) for v in errors.values()))}, {len(errors)} parameters", limit)
+
+
+def gradient_presence(record: Record, plan: Any, limits: Any) -> Finding:
+    """Every parameter had a gradient that is not zero in every step in which one was expected."""
+    name, limit = "gradient_presence", "a gradient that is not zero in every step where one is expected"
+    expected = [row for row in record.presence if row.steps > 0]
+    if not expected:
+        return unable(name, "measured nothing: no gradient was expected in any step")
+    for row in record.presence:
+        if row.steps < 1 and not row.may_be_zero:
+            return unable(name, "not looked at in any step", row.parameter)
+        if row.present_steps < row.steps:
+            return failed(name, f"present in {row.present_steps} of {row.steps} steps", limit, row.parameter)
+        if row.nonzero_steps < row.steps:
+            return failed(name, f"not zero in {row.nonzero_steps} of {row.steps} steps", limit, row.parameter)
+    idle = len(record.presence) - len(expected)
+    return passed(name, f"{len(expected)} parameters" + (f", {idle} idle in every step" if idle else ""), limit)
+
+
+def _error(row: GradientRow) -> float:
+    return row.relative_error
+
+
+def _numbers(row: GradientRow) -> str:
+    norms = f"norms {number(row.norm)} and {number(row.reference_norm)}"
+    return f"relative error {number(row.relative_error)}, cosine {row.cosine:.6f}, {norms}"
+
+
+def _place(row: GradientRow) -> str:
+    inside = f"[{row.slice}]" if row.slice else ""
+    return f"{row.parameter}{inside} step {row.step} ({row.routing} routing)"
