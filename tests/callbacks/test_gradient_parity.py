@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from callback_toys import fit, make_batches
+from callback_toys import Toy, fit, make_batches
 
 from smoke.callbacks import GradientParity
 from smoke.callbacks.gradient_parity import compare_gradients
