@@ -7,11 +7,19 @@ traceback and ends in 3, never in the 1 that means "a required check failed".
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from smoke import __version__
+
+if TYPE_CHECKING:
+    from smoke.config import RunConfig
+    from smoke.environment import Environment
+    from smoke.plan import Refusal
 
 DESCRIPTION = """\
 usage: smoke COMMAND [options]
@@ -71,9 +79,7 @@ def run(args: Sequence[str], prog: str) -> int:
     try:
         plan = resolve(config, environment)
     except Refusal as refusal:
-        from smoke.run import refuse
-
-        refuse(refusal, config, environment, _command_line(prog, args))
+        write_refusal(refusal, config, environment, _command_line(prog, args))
         return _fail(prog, refusal.message, refusal.exit_code)
     from smoke.run import execute
 
@@ -128,13 +134,16 @@ def explain(args: Sequence[str], prog: str) -> int:
     return _fail(prog, _unknown("check", " ".join(args), list(CHECKS)))
 
 
-COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {"run": run, "matrix": matrix, "env": env, "explain": explain}
+COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
+    "run": run,
+    "matrix": matrix,
+    "env": env,
+    "explain": explain,
+}
 
 
-def facts():
+def facts() -> Environment:
     """This machine, with Transformer Engine's own answers where it is installed and has a device to run on."""
-    import dataclasses
-
     from smoke.environment import detect
 
     environment = detect()
@@ -143,6 +152,18 @@ def facts():
     from smoke.precision.te import blockers
 
     return dataclasses.replace(environment, transformer_engine=blockers())
+
+
+def write_refusal(refusal: Refusal, config: RunConfig, environment: Environment, command: Sequence[str]) -> None:
+    """Leave the reason in a run folder, for scripts that look there; nothing where no folder can be made."""
+    from smoke import plan
+    from smoke.record import Record
+    from smoke.report.contract import refused
+    from smoke.report.folder import create
+    from smoke.report.write import write_all
+
+    with contextlib.suppress(plan.Refusal, OSError):
+        write_all(create(config), refused(refusal, config, environment, command), Record(), config)
 
 
 def _command_line(prog: str, args: Sequence[str]) -> list[str]:

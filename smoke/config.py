@@ -190,7 +190,7 @@ class RunConfig:
     """One smoke run."""
 
     precision: str = "mxfp8"
-    """bf16, fp8-delayed, fp8-tensorwise, fp8-blockwise, mxfp8 or nvfp4 (Megatron's and Transformer Engine's names too)."""
+    """bf16, fp8-delayed, fp8-tensorwise, fp8-blockwise, mxfp8 or nvfp4, or Megatron's or Transformer Engine's name."""
     recompute: tuple[str, ...] = ()
     """Regions to recompute: none, or some of mla_up_proj, layernorm, moe_act, mlp, core_attn separated by commas."""
     backend: str = "auto"

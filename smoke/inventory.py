@@ -1,4 +1,4 @@
-"""``smoke env``: the machine, and for each precision what would run on it and why. Meant to be pasted into a bug report."""
+"""``smoke env``: the machine, and for each precision what would run on it and why. Made for bug reports."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 
 from smoke.config import (
     PRECISIONS,
+    REGIONS,
     CheckConfig,
     DataConfig,
     ModelConfig,
@@ -108,15 +109,19 @@ class Type:
         return self.name
 
 
-PRECISION_HELP = "bf16, fp8-delayed, fp8-tensorwise, fp8-blockwise, mxfp8 or nvfp4 (or Megatron's or Transformer Engine's name)"
-REGIONS_HELP = "none, or some of mla_up_proj, layernorm, moe_act, mlp, core_attn"
+PRECISION_HELP = (
+    "bf16, fp8-delayed, fp8-tensorwise, fp8-blockwise, mxfp8 or nvfp4 (or Megatron's or Transformer Engine's name)"
+)
+REGIONS_HELP = f"none, or some of {', '.join(REGIONS)}"
 
 
 def parse_run(args: Sequence[str], prog: str) -> RunConfig:
     """Arguments of ``run``. Raises UsageError; ``--help`` and ``--print_config`` print and raise SystemExit(0)."""
     parser = _parser(prog, "Train a few steps of a small DeepSeek-V3-shaped model, check them, and print a verdict.")
     parser.add_argument("--precision", type=Type(precision, "word"), default="mxfp8", help=f"{PRECISION_HELP}.")
-    parser.add_argument("--recompute", type=Type(regions, "words"), default=(), help=f"Regions to recompute: {REGIONS_HELP}.")
+    parser.add_argument(
+        "--recompute", type=Type(regions, "words"), default=(), help=f"Regions to recompute: {REGIONS_HELP}."
+    )
     return RunConfig(**_parse(parser, args))
 
 
@@ -126,7 +131,9 @@ def parse_matrix(args: Sequence[str], prog: str) -> list[RunConfig]:
     every = f"Precisions separated by commas, each {PRECISION_HELP}."
     parser.add_argument("--precision", type=Type(precisions, "words"), default=PRECISIONS, help=every)
     sets = f"Recompute sets separated by commas, with + inside a set; each {REGIONS_HELP}."
-    parser.add_argument("--recompute", type=Type(region_sets, "sets of words"), default=((), ("mla_up_proj",)), help=sets)
+    parser.add_argument(
+        "--recompute", type=Type(region_sets, "sets of words"), default=((), ("mla_up_proj",)), help=sets
+    )
     values = _parse(parser, args)
     return [
         RunConfig(**{**values, "precision": precision, "recompute": regions})

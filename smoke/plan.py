@@ -108,7 +108,7 @@ def resolve(config: RunConfig, environment: Environment) -> Plan:
 
 
 _NUMERICS = {
-    "emulated": "operands are quantized and dequantized by this project, products are exact: not Transformer Engine's kernels",
+    "emulated": "operands are quantized and dequantized here, products are exact; not Transformer Engine's kernels",
     "bf16": "nothing is quantized",
 }
 _LAYOUTS = {
@@ -195,7 +195,8 @@ def _refuse_memory(config: RunConfig, environment: Environment, device: str) -> 
 
 def _backend(config: RunConfig, recipe: Recipe, environment: Environment, device: str) -> Choice:
     if config.backend == "te":
-        raise Refusal(MISSING, f"--backend te: {native_blocker(recipe.name, environment, device)}")
+        blocker = native_blocker(recipe.name, environment, device)
+        raise Refusal(MISSING, f"--backend te: {blocker}; --backend emulated works")
     if recipe.name == "bf16":
         return Choice("backend", "none", "bf16 quantizes nothing, so nothing has to be emulated")
     if config.backend == "emulated":
@@ -205,20 +206,19 @@ def _backend(config: RunConfig, recipe: Recipe, environment: Environment, device
 
 def native_blocker(recipe: str, environment: Environment, device: str) -> str:
     """Why Transformer Engine does not make the numbers of this run."""
-    works = "--backend emulated works"
     missing = environment.missing("transformer-engine")
     if missing:
-        return f"{missing} (pip install 'smoke-training[te]'); {works}"
+        return f"{missing} (it comes with the extra te)"
     if not environment.cuda_available:
-        return f"Transformer Engine needs a CUDA device and {_no_cuda(environment)}; {works}"
+        return f"Transformer Engine needs a CUDA device and {_no_cuda(environment)}"
     if device != "cuda":
-        return f"Transformer Engine needs a CUDA device and the device is {device}; {works}"
+        return f"Transformer Engine needs a CUDA device and the device is {device}"
     gate, device_capability = RECIPES[recipe].gate, environment.devices[0].capability
     reason = environment.transformer_engine.get(recipe, "") or (gate.blocker(device_capability) if gate else "")
     if reason:
-        return f"Transformer Engine cannot run {recipe} on {environment.devices[0].name}: {reason}; {works}"
+        return f"Transformer Engine cannot run {recipe} on {environment.devices[0].name}: {reason}"
     version = environment.packages["transformer-engine"]
-    return f"smoke {__version__} does not drive Transformer Engine yet (installed: {version}); {works}"
+    return f"smoke {__version__} does not drive Transformer Engine yet (installed: {version})"
 
 
 def _impl(config: RunConfig, environment: Environment, device: str) -> Choice:

@@ -48,4 +48,3 @@ def required_checks(config: RunConfig) -> tuple[tuple[str, ...], dict[str, str]]
     required = tuple(name for name in CHECKS if name not in reasons)
     reasons |= {name: "--check.skip" for name in config.check.skip if name in required}
     return required, reasons
-

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from smoke.config import BACKENDS, DEVICES, IMPLS, LAYOUTS, REGIONS, PolicyConfig, RunConfig, nearest
 
@@ -86,8 +87,8 @@ def problems(config: RunConfig, checks: Sequence[str]) -> list[str]:
     return found or [*_attention(config), *_experts(config), *_layers(config), *_regions(config)]
 
 
-def _value(config: RunConfig, path: str):
-    value = config
+def _value(config: RunConfig, path: str) -> Any:
+    value: Any = config
     for name in path.split("."):
         value = getattr(value, name, None)
     return value

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two workers with two threads each fight for two cores
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch is imported: two workers with two threads each would fight for two cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -22,7 +23,7 @@ def torch_state() -> dict[str, object]:
         "default device": torch.get_default_device(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "deterministic warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "fill uninitialized memory": torch.utils.deterministic.fill_uninitialized_memory,
+        "fill uninitialized memory": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
         "float32 matmul precision": torch.get_float32_matmul_precision(),
         "anomaly detection": torch.is_anomaly_enabled(),
         "threads": torch.get_num_threads(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import subprocess
 import sys
@@ -281,3 +282,6 @@ def test_train_py_refuses_in_one_line(args, code, named, tmp_path):
     assert named in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.count("\n") == 1
+    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert (report["exit_code"], report["verdict"]) == (code, "error" if code == 2 else "unsupported")
+    assert named in report["message"]

@@ -45,7 +45,13 @@ def test_a_missing_package_has_a_reason(here):
 
 @pytest.mark.parametrize(
     ("flags", "answer"),
-    [(("avx2", "fma"), False), (("avx512f", "avx512_bf16"), True), (("amx_bf16",), True), (("bf16",), True), ((), False)],
+    [
+        (("avx2", "fma"), False),
+        (("avx512f", "avx512_bf16"), True),
+        (("amx_bf16",), True),
+        (("bf16",), True),
+        ((), False),
+    ],
 )
 def test_bf16_flags(flags, answer):
     assert environment.has_bf16(flags) is answer

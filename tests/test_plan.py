@@ -23,7 +23,7 @@ CPU = Environment(
 )
 HOPPER = dataclasses.replace(
     CPU,
-    packages=CPU.packages | {"transformer-engine": "2.20.2"},
+    packages={**CPU.packages, "transformer-engine": "2.20.2"},
     cuda_version="13.0",
     devices=(Device(name="NVIDIA H200", capability=(9, 0), memory_bytes=140 * 2**30),),
     transformer_engine={"mxfp8": "compute capability 10.0 or higher is required", "fp8-tensorwise": ""},
@@ -36,7 +36,9 @@ def asked(**options) -> RunConfig:
     for name, value in options.items():
         group, _, leaf = name.rpartition("__")
         if group:
-            config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{leaf: value})})
+            config = dataclasses.replace(
+                config, **{group: dataclasses.replace(getattr(config, group), **{leaf: value})}
+            )
         else:
             config = dataclasses.replace(config, **{leaf: value})
     return config
