@@ -121,7 +121,7 @@ def implementation(impl: str, device: torch.device) -> ModuleType:
         raise ValueError(f"impl {impl!r}: there are reference and triton")
     if triton_missing():
         raise ValueError(f"impl triton: {triton_missing()}; impl reference runs everywhere")
-    from smoke.kernels.mla_rope import triton
+    import smoke.kernels.mla_rope.triton as triton
 
     if device.type != "cuda" and not triton.interpreted():
         raise ValueError(
