@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Sequence
 
 from smoke import __version__
+from smoke.checks import ERROR, FAIL, PASS, SKIP
 from smoke.record import CoverageRow, Record
 from smoke.report.config_yaml import text_of
 from smoke.report.contract import Report, verdict_line
@@ -31,12 +33,19 @@ pre { white-space: pre-wrap; background: #f4f5f7; padding: .75rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .75rem .3rem 0; border-bottom: 1px solid #e3e6eb; }
-td { min-width: 4rem; max-width: 26rem; overflow-wrap: anywhere; }
+td { min-width: 7rem; max-width: 26rem; overflow-wrap: anywhere; }
 td.name { min-width: 0; overflow-wrap: normal; white-space: nowrap; }
 .PASS { color: #1a7f37; } .FAIL, .ERROR { color: #b42318; } .SKIP { color: #8a6d00; }
 .PASS, .FAIL, .ERROR, .SKIP { font-weight: 600; }
-.plot { min-width: 22rem; } #gradients { min-width: 44rem; }
+.plot { min-width: 18rem; } #gradients { min-width: 44rem; }
 summary { cursor: pointer; margin: .75rem 0; }
+@media (max-width: 46rem) {
+  thead, td:empty { display: none; }
+  table, tbody, tr, td, td.name { display: block; white-space: normal; max-width: none; border: 0; padding: 0; }
+  tr { padding: .5rem 0; border-bottom: 1px solid #e3e6eb; }
+  td::before { content: attr(data-title) ": "; color: #5b6472; font-weight: 400; }
+  td.name { font-weight: 600; } td.name::before { content: none; }
+}
 """
 SCRIPT = """
 for (const [id, figure] of Object.entries(JSON.parse(document.getElementById("figures").textContent))) {
@@ -52,6 +61,8 @@ PLOTS = {
     ),
 }
 """Heading and caption of each figure."""
+NAMES = ("status", "check", "what", "choice", "module")
+"""Titles of the columns that name a row."""
 
 
 def html_text(report: Report, record: Record) -> str:
@@ -88,17 +99,19 @@ def _section(title: str, content: str) -> list[str]:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """First column: names, which do not wrap."""
+    """A table; on a narrow screen each row becomes a block of lines, a title before each value. Names do not wrap."""
     if not rows:
         return ""
     head = "".join(f"<th>{_safe(title)}</th>" for title in titles)
-    lines = []
-    for first, *rest in rows:
-        kind = f"name {first}" if first in ("PASS", "FAIL", "SKIP", "ERROR") else "name"
-        cells = "".join(f"<td>{_safe(value)}</td>" for value in rest)
-        lines.append(f'<tr><td class="{kind}">{_safe(first)}</td>{cells}</tr>')
-    body = "\n".join(lines)
+    body = "\n".join(f"<tr>{''.join(map(_cell, titles, row))}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+
+
+def _cell(title: str, value: str) -> str:
+    status = f" {value}" if value in (PASS, FAIL, SKIP, ERROR) else ""
+    kind = f' class="name{status}"' if title in NAMES else ""
+    text = re.sub(r"(?<=\w\.)(?=[a-z])", "<wbr>", _safe(value))
+    return f'<td{kind} data-title="{title}">{text}</td>'
 
 
 def _checks(report: Report) -> str:

@@ -41,9 +41,7 @@ def loss_curves(record: Record) -> Figure | None:
     run = curves.run or tuple(row.loss for row in record.steps)
     if not run:
         return None
-    data = [
-        _line(f"BF16 twin, perturbed ({i})", losses, FLOOR, width=1) for i, losses in enumerate(curves.perturbed, 1)
-    ]
+    data = _floor_lines("BF16 twin, perturbed", curves.perturbed, mode="lines")
     if curves.twin:
         data.append(_line("BF16 twin", curves.twin, TWIN, dash="dash"))
     if curves.other_seed:
@@ -56,10 +54,8 @@ def loss_gaps(record: Record) -> Figure | None:
     curves = record.curves
     if not curves.run or not curves.twin:
         return None
-    data = [
-        _line(f"noise floor ({i})", _gap(losses, curves.twin), FLOOR, width=1, mode="lines+markers")
-        for i, losses in enumerate(curves.perturbed, 1)
-    ]
+    floors = [_gap(losses, curves.twin) for losses in curves.perturbed]
+    data = _floor_lines("noise floor", floors, mode="lines+markers")
     data.append(_line("run", _gap(curves.run, curves.twin), RUN, width=3, mode="lines+markers"))
     layout = _xy("step", "distance to the BF16 twin (nats)")
     layout["yaxis"] |= {"type": "log", "exponentformat": "power"}
@@ -95,7 +91,8 @@ def gradient_map(rows: Sequence[GradientRow]) -> Figure | None:
     }
     axis = {"type": "category", "automargin": True, "showgrid": False}
     layout = LAYOUT | {"xaxis": axis | {"side": "top"}, "yaxis": axis | {"autorange": "reversed"}}
-    return {"data": [heatmap], "layout": layout | {"height": 140 + 22 * len(names)}}
+    margin = LAYOUT["margin"] | {"t": 64}
+    return {"data": [heatmap], "layout": layout | {"height": 140 + 22 * len(names), "margin": margin}}
 
 
 def split_name(parameter: str) -> tuple[str, str]:
@@ -119,8 +116,16 @@ def _line(name: str, losses: Sequence[float | None], colour: str, *, width: int 
     return {"type": "scatter", "mode": "lines", "name": name, "x": list(range(len(y))), "y": y, "line": line} | more
 
 
+def _floor_lines(name: str, draws: Sequence[Sequence[float | None]], mode: str) -> list[Figure]:
+    """One thin line for each draw, one entry in the legend for all."""
+    return [
+        _line(f"{name} ({i})", losses, FLOOR, width=1, mode=mode, legendgroup=name, showlegend=i == 1)
+        for i, losses in enumerate(draws, 1)
+    ]
+
+
 def _xy(x: str, y: str) -> Figure:
-    legend = {"orientation": "h", "y": -0.2}
+    legend = {"orientation": "h", "y": -0.25, "yanchor": "top"}
     titles = {"xaxis": GRID | {"title": {"text": x}}, "yaxis": GRID | {"title": {"text": y}}}
     return LAYOUT | titles | {"height": 420, "legend": legend, "hovermode": "x unified"}
 
