@@ -131,7 +131,7 @@ class DeepseekV3(nn.Module):
     def forward(self, batch: dict[str, Tensor]) -> ModelOutput:
         """A batch of the model's layout (int64 tokens, labels, positions; thd: int32 cu_seqlens) -> ModelOutput."""
         sequences = Sequences.of(batch, self.layout)
-        tables = self._rope(sequences.positions_T)
+        tables = self.rope_tables(sequences.positions_T)
         with self.recompute.tracking([*self.parameters(), *self.buffers(), *tables]):
             return self._forward(batch, (sequences, *tables))
 
@@ -186,7 +186,7 @@ class DeepseekV3(nn.Module):
             if (slices := _slices(self.config, name.removesuffix(".weight").rpartition(".")[2]))
         }
 
-    def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    def rope_tables(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Tables that reach beyond the largest position; kept, and doubled when a batch asks for more."""
         needed, device = int(positions_T.max()) + 1, positions_T.device
         if self._tables is None or self._tables[0].device != device or self._tables[0].shape[0] < needed:

@@ -6,7 +6,8 @@ bytes the regions would discard, so that the bytes of a recomputed run can be pr
     predicted = storages saved outside the regions and not outputs of them, plus the regions' arguments,
                 less the quantized copies that a leaf does not keep when its input can be brought back.
 
-Addresses identify storages; that is safe because everything counted is alive until backward.
+Addresses identify storages; that is safe because everything counted is alive until the forward is over, saved tensors
+because autograd keeps them, and arguments of regions because the ledger does.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Ledger:
         self._inner: dict[str, set[tuple[int, int]]] = {}
         self._outputs: dict[str, set[tuple[int, int]]] = {}
         self._copies = 0
+        self._alive: list[Tensor] = []
         self.scope: list[str] = []
 
     @contextlib.contextmanager
@@ -54,6 +56,11 @@ class Ledger:
     def argument(self, tensor: Tensor) -> None:
         """A tensor that a region keeps, or would keep, for its replay."""
         self._add(self._arguments, tensor)
+        self._alive.append(tensor.detach())
+
+    def close(self) -> None:
+        """The forward is over: addresses need to stay distinct no longer."""
+        self._alive.clear()
 
     def output(self, region: str, tensor: Tensor) -> None:
         """A region's output that a consumer asked to save."""

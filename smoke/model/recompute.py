@@ -32,48 +32,11 @@ import torch
 from torch import Tensor
 
 from smoke.model.ledger import Ledger, storage_of
+from smoke.model.saved import Held, Inner, Output, Packed, SavedTensorError, unpack
+
+__all__ = ["Recompute", "SavedTensorError"]
 
 ContextFn = Callable[[], tuple[AbstractContextManager, Callable[[], AbstractContextManager]]]
-
-
-class SavedTensorError(RuntimeError):
-    """A tensor saved for backward was written in place, or a replay did not save what the first pass saved."""
-
-
-class _Held:
-    """A tensor kept for backward, and the version that it had then."""
-
-    def __init__(self, tensor: Tensor, where: str):
-        self.tensor, self.version, self.where = tensor, tensor._version, where
-
-    def get(self) -> Tensor:
-        if self.tensor._version != self.version:
-            raise SavedTensorError(
-                f"a tensor of shape {tuple(self.tensor.shape)} saved in {self.where} was written in place "
-                f"before backward used it (version {self.version} when saved, {self.tensor._version} now)"
-            )
-        return self.tensor
-
-
-class _Inner:
-    """Stands for the region's ``index``-th saved tensor."""
-
-    def __init__(self, region: _Region, index: int):
-        self.region, self.index = region, index
-
-    def get(self) -> Tensor:
-        return self.region.inner(self.index)
-
-
-class _Output:
-    """Stands for a view of one of the region's outputs."""
-
-    def __init__(self, region: _Region, index: int, tensor: Tensor):
-        self.region, self.index = region, index
-        self.geometry = (tensor.shape, tensor.stride(), tensor.storage_offset())
-
-    def get(self) -> Tensor:
-        return self.region.output(self.index).as_strided(*self.geometry)
 
 
 class _Region:
@@ -106,11 +69,11 @@ class _Region:
                 raise SavedTensorError(f"an output of recompute region {self.name} was written in place")
         self.outputs = ()
 
-    def save(self, tensor: Tensor) -> _Inner | None:
+    def save(self, tensor: Tensor) -> Inner | None:
         """Pack hook inside the region: number the tensor (first pass) or bring it back (replay)."""
         if not self.replaying:
             self.signature.append((tensor.shape, tensor.dtype))
-            return _Inner(self, len(self.signature) - 1)
+            return Inner(self, len(self.signature) - 1)
         index = len(self.restored)
         if index >= len(self.signature) or self.signature[index] != (tensor.shape, tensor.dtype):
             raise SavedTensorError(
@@ -120,11 +83,11 @@ class _Region:
         self.restored[index] = tensor.detach()
         return None
 
-    def recognise(self, tensor: Tensor) -> _Output | None:
+    def recognise(self, tensor: Tensor) -> Output | None:
         """The handle for ``tensor`` when it is a view of an output whose consumers still run."""
         for index, output in enumerate(self.outputs):
             if output.dtype == tensor.dtype and storage_of(output) == storage_of(tensor):
-                return _Output(self, index, tensor)
+                return Output(self, index, tensor)
         return None
 
     def inner(self, index: int) -> Tensor:
@@ -139,7 +102,7 @@ class _Region:
 
     def replay(self) -> None:
         """Run the region again under the recorded random state and the backend's replay context."""
-        args = [a.get() if isinstance(a, (_Held, _Inner, _Output)) else a for a in self.args]
+        args = [a.get() if isinstance(a, Packed) else a for a in self.args]
         args = [
             a.detach().requires_grad_(needed) if isinstance(a, Tensor) else a
             for a, needed in zip(args, self.needs_grad, strict=True)
@@ -188,8 +151,9 @@ class Recompute:
         self.ledger = Ledger(persistent)
         self.replays = {}
         self._open.clear()
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, unpack):
             yield self.ledger
+        self.ledger.close()
 
     @contextlib.contextmanager
     def discard(self, name: str, fn: Callable[..., Any], *args: Any) -> Iterator[Any]:
@@ -200,7 +164,7 @@ class Recompute:
         region, result = self._enter(name, fn, args)
         self._open.append(region)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, unpack):
                 yield result
         finally:
             self._open.remove(region)
@@ -229,10 +193,10 @@ class Recompute:
                 self.ledger.copy(tensor)
         return False
 
-    def hold(self, tensor: Tensor, where: str) -> _Held | _Inner | _Output:
+    def hold(self, tensor: Tensor, where: str) -> Packed:
         """Keep an argument of a region, or number it if another region can bring it back."""
         packed = self._pack(tensor, where)
-        if isinstance(packed, _Held):
+        if isinstance(packed, Held):
             self.ledger.argument(tensor)
         assert packed is not None, "a region cannot start inside the replay of another"
         return packed
@@ -242,7 +206,7 @@ class Recompute:
         """Send what is saved meanwhile to ``region``."""
         self._running.append(region)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, unpack):
                 yield
         finally:
             self._running.pop()
@@ -258,7 +222,7 @@ class Recompute:
             result = fn(*args)
         return _Watched(name, _as_tuple(result)), result
 
-    def _pack(self, tensor: Tensor, where: str = "the model") -> _Held | _Inner | _Output | None:
+    def _pack(self, tensor: Tensor, where: str = "the model") -> Packed | None:
         if self._running:
             return self._running[-1].save(tensor)
         for region in self._open:
@@ -267,9 +231,9 @@ class Recompute:
                 self.ledger.output(region.name, tensor)
                 if self.active:
                     return handle
-                return _Held(tensor, where)
+                return Held(tensor, where)
         self.ledger.save(tensor)
-        return _Held(tensor, where)
+        return Held(tensor, where)
 
 
 class _Watched:
@@ -283,10 +247,6 @@ class _Watched:
 
     def close(self) -> None:
         self.outputs = ()
-
-
-def _unpack(packed: _Held | _Inner | _Output) -> Tensor:
-    return packed.get()
 
 
 def _as_tuple(result: Any) -> tuple[Tensor, ...]:

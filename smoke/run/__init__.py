@@ -1,0 +1,223 @@
+"""Runs a plan: measure, train, judge, report. The only room that knows all rooms.
+
+    execute         one plan, its tables at the terminal and its run folder; returns the exit code
+    execute_matrix  several plans in one process, one table; the BF16 twin's curves are shared between rows
+    refuse          a request that the plan refused still leaves a report where the folder can be made
+
+Torch and Lightning are imported by the function that needs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from smoke import report as reports
+from smoke.checks import Finding, judge
+from smoke.config import RunConfig
+from smoke.data.sources import DataError
+from smoke.environment import Environment
+from smoke.plan import USAGE, Plan, Refusal
+from smoke.record import Record
+from smoke.run.interrupt import Interrupted, interruptible, undisturbed
+
+BEFORE_TRAINING = (
+    "preflight",
+    "quantizer",
+    "recompute_parity",
+    "absorbed_parity",
+    "packed_parity",
+    "memory",
+    "determinism",
+)
+"""Checks that can be judged although training broke off."""
+
+
+@dataclass
+class Shared:
+    """What rows of a matrix have in common: twin curves by the part of the configuration that they depend on."""
+
+    curves: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """How a run ended."""
+
+    findings: list[Finding] = field(default_factory=list)
+    interrupted_signal: int | None = None
+    crashed: bool = False
+    message: str | None = None
+
+
+def execute(plan: Plan, environment: Environment, command: Sequence[str]) -> int:
+    """Run one plan and return its exit code; nothing raised, nothing lost."""
+    try:
+        folder = reports.create(plan.config)
+    except Refusal as refusal:
+        return _fail(refusal)
+    reports.show_plan(plan)
+    try:
+        report, _ = run_into(folder, plan, environment, command, Shared())
+    except Refusal as refusal:
+        refuse(refusal, plan.config, environment, command, folder)
+        return _fail(refusal)
+    reports.show_report(report, folder)
+    return report.exit_code
+
+
+def execute_matrix(plans: Sequence[Plan], environment: Environment, command: Sequence[str]) -> int:
+    """Run every plan, print one table, return the worst exit code."""
+    shared, rows, codes = Shared(), [], []
+    for number, plan in enumerate(plans, 1):
+        config = plan.config
+        name = f"{config.precision}-{'+'.join(config.recompute) or 'none'}"
+        print(f"[{number}/{len(plans)}] {name}", flush=True)
+        out = None if config.out is None else str(pathlib.Path(config.out) / name)
+        plan = replace(plan, config=replace(config, out=out))
+        try:
+            folder = reports.create(plan.config)
+            report, record = run_into(folder, plan, environment, command, shared, quiet=True)
+        except Refusal as refusal:
+            return _fail(refusal)
+        rows.append(reports.matrix_row(report, record))
+        codes.append(report.exit_code)
+        print(f"    {reports.verdict_line(report)} ({folder})", flush=True)
+        if report.verdict == "interrupted":
+            break
+    reports.show_matrix(rows)
+    return reports.worst(codes)
+
+
+def refuse(
+    refusal: Refusal,
+    config: RunConfig,
+    environment: Environment,
+    command: Sequence[str],
+    folder: pathlib.Path | None = None,
+) -> None:
+    """Leave the report of a refused request in its run folder, if there can be one."""
+    report = reports.refused(refusal, config, environment, command)
+    with contextlib.suppress(Refusal, OSError):
+        reports.write_all(folder or reports.create(config), report, Record(), config)
+
+
+def run_into(
+    folder: pathlib.Path,
+    plan: Plan,
+    environment: Environment,
+    command: Sequence[str],
+    shared: Shared,
+    *,
+    quiet: bool = False,
+) -> tuple[reports.Report, Record]:
+    """Run one plan and fill its folder. Raises Refusal when the data or the disk cannot serve it."""
+    record = Record()
+    with interruptible():
+        outcome = _guarded(folder, plan, record, shared, quiet)
+        with undisturbed():
+            try:
+                report = reports.build(
+                    record,
+                    plan,
+                    outcome.findings,
+                    environment=environment,
+                    command=command,
+                    interrupted_signal=outcome.interrupted_signal,
+                    crashed=outcome.crashed,
+                    message=outcome.message,
+                )
+                return reports.write_all(folder, report, record, plan.config), record
+            except OSError as error:
+                raise Refusal(USAGE, f"--out {folder}: cannot be written: {error.strerror}") from None
+
+
+def _guarded(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quiet: bool) -> Outcome:
+    """Do the work and say how it ended."""
+    from smoke.trajectories import untouched_random_states
+
+    try:
+        with untouched_random_states():
+            _work(folder, plan, record, shared, quiet)
+            return Outcome(judge(record, plan))
+    except Interrupted as stop:
+        return Outcome(interrupted_signal=stop.signal_number, message=f"stopped by {stop}")
+    except DataError as error:
+        raise Refusal(USAGE, str(error)) from None
+    except Exception as error:
+        traceback.print_exc()
+        early = [finding for finding in judge(record, plan) if finding.name in BEFORE_TRAINING]
+        return Outcome(early, crashed=True, message=f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _work(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quiet: bool) -> None:
+    """Fill the record: what is measured before training, the twin's curves, then training itself."""
+    import torch
+
+    from smoke.run import measure
+    from smoke.run.fit import fit, watch
+    from smoke.run.session import build, load_data
+
+    config = plan.config
+    skipped = set(plan.skipped)
+    torch.manual_seed(config.seed)
+    with _stage("data and model", quiet):
+        data, batches = load_data(plan)
+        session = build(plan, data, batches)
+        record.entropy_floor = data.entropy_floor
+        record.preflight = measure.preflight_rows(session)
+    with _stage("quantizers and twin forms", quiet):
+        record.quantizer = measure.quantizer_rows(session)
+        if "absorbed_parity" not in skipped:
+            record.twins += measure.absorbed_twins(session)
+        if "packed_parity" not in skipped:
+            record.twins += measure.packed_twins(session)
+    if not {"recompute_parity", "determinism", "memory"} <= skipped:
+        with _stage(f"trajectories of {config.check.parity_steps} steps, compared bit by bit", quiet):
+            record.bits, record.memory, record.held_mib = measure.parity(session)
+    if "loss_tracking" not in skipped:
+        with _stage("BF16 twin and its noise floor", quiet):
+            _add_curves(plan, batches, record, shared)
+    if not quiet:
+        print(f"training {config.steps} steps", flush=True)
+    with reports.StepWriter(folder / reports.STEPS) as sink:
+
+        def keep(row: Any) -> None:
+            record.steps.append(row)
+            sink(row)
+
+        fit(session, watch(session, keep), record)
+    record.curves = replace(record.curves, run=tuple(row.loss for row in record.steps))
+    record.peak_gib = measure.peak_gib(plan.device)
+
+
+def _add_curves(plan: Plan, batches: list[Any], record: Record, shared: Shared) -> None:
+    from smoke.run.twin import twin_curves
+
+    config = plan.config
+    key = repr(
+        (config.model, config.data, config.train, config.layout, config.steps, config.seed, plan.device, plan.impl)
+    )
+    if key not in shared.curves:
+        shared.curves[key] = twin_curves(plan, batches)
+    curves = shared.curves[key]
+    record.curves = replace(record.curves, twin=curves.twin, perturbed=curves.perturbed, other_seed=curves.other_seed)
+
+
+@contextlib.contextmanager
+def _stage(name: str, quiet: bool) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    if not quiet:
+        print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def _fail(refusal: Refusal) -> int:
+    print(f"smoke: {refusal.message}", file=sys.stderr)
+    return refusal.exit_code

@@ -1,0 +1,142 @@
+"""The watched training: Lightning's Trainer, the precision plug-in and the callbacks, filling the record."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lightning
+from torch import nn
+
+from smoke.callbacks import Coverage, Finite, GradientParity, GradientPresence, LossTracker, StepLog, Throughput
+from smoke.data.module import batch_sha256
+from smoke.model.deepseek import DeepseekV3
+from smoke.model.linear import GroupedLinear, HeadwiseLinear, Linear
+from smoke.model.routing import RoutingTape, record_routing
+from smoke.record import Record, StepRow
+from smoke.run.session import Session
+
+
+class RoutingRecorder:
+    """``record_routing`` as a pair of calls, which is what a callback's hooks need."""
+
+    def __init__(self) -> None:
+        self._stack: contextlib.ExitStack | None = None
+        self._tape = RoutingTape()
+
+    def start(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._tape = self._stack.enter_context(record_routing())
+
+    def stop(self) -> RoutingTape:
+        if self._stack is not None:
+            self._stack.close()
+            self._stack = None
+        return self._tape
+
+
+@dataclass
+class Watch:
+    """The callbacks of one run; ``collect`` moves what they hold into the record at any time."""
+
+    loss: LossTracker
+    throughput: Throughput
+    coverage: Coverage
+    gradients: GradientParity
+    finite: Finite
+    presence: GradientPresence
+    log: StepLog
+
+    def callbacks(self) -> list[lightning.Callback]:
+        inner = [self.loss, self.gradients, self.finite, self.presence, self.coverage]
+        return [*self.throughput.around(inner), self.log]
+
+    def collect(self, record: Record) -> None:
+        record.gradients, record.coverage = list(self.gradients.rows), list(self.coverage.rows)
+        record.finite, record.finite_looked = list(self.finite.rows), self.finite.looked
+        record.finite_steps = self.finite.steps
+        record.presence, record.throughput = self.presence.rows(), self.throughput.summary()
+
+
+def watch(session: Session, sink: Callable[[StepRow], None]) -> Watch:
+    """Make the callbacks of a session; each step's row goes to ``sink`` at once."""
+    plan = session.plan
+    label = {"emulated": "emulation", "mixed": "emulation"}.get(plan.numerics, plan.numerics)
+    loss, throughput = LossTracker(batch_sha256), Throughput(label=label)
+    quantized = {name for name, leaf in session.precision.plan.items() if leaf.quantized}
+    return Watch(
+        loss=loss,
+        throughput=throughput,
+        coverage=Coverage(session.precision.coverage),
+        gradients=GradientParity(
+            session.reference_gradients,
+            RoutingRecorder(),
+            session.model.gradient_slices(),
+            lambda name: name.rpartition(".")[0] in quantized,
+            every=plan.config.check.gradient_parity_every,
+            prefix="model.",
+        ),
+        finite=Finite(_leaves, prefix="model."),
+        presence=GradientPresence(lambda: idle_experts(session.model), prefix="model."),
+        log=StepLog(loss, throughput, sink),
+    )
+
+
+def fit(session: Session, watched: Watch, record: Record) -> None:
+    """Train; the record is filled also when training breaks off."""
+    config = session.plan.config
+    with quiet_lightning():
+        trainer = lightning.Trainer(
+            max_steps=config.steps,
+            max_epochs=-1,
+            accelerator="gpu" if session.plan.device.startswith("cuda") else "cpu",
+            devices=1,
+            plugins=[session.precision],
+            callbacks=watched.callbacks(),
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=config.trainer.progress_bar,
+            num_sanity_val_steps=0,
+        )
+        try:
+            trainer.fit(session.module, datamodule=session.data)
+        finally:
+            watched.collect(record)
+
+
+def idle_experts(model: DeepseekV3) -> Collection[str]:
+    """Names of the expert weights that got no token since the last optimizer step."""
+    names = []
+    for name, layer in model.named_modules():
+        router, experts = getattr(layer, "router", None), getattr(layer, "experts", None)
+        if router is None or experts is None:
+            continue
+        for expert in (router.expert_load == 0).nonzero().flatten().tolist():
+            names += [f"{name}.experts.linear_fc{part}.weight{expert}" for part in (1, 2)]
+    return names
+
+
+def _leaves(module: nn.Module) -> dict[str, nn.Module]:
+    kinds = (Linear, GroupedLinear, HeadwiseLinear)
+    return {name.removeprefix("model."): m for name, m in module.named_modules() if isinstance(m, kinds)}
+
+
+@contextlib.contextmanager
+def quiet_lightning() -> Iterator[Any]:
+    """Lightning's banners and its hint about data loader workers say nothing that this run's report does not."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

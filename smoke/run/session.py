@@ -1,0 +1,113 @@
+"""Builds what one run needs from a plan: data, model, precision plug-in, and the BF16 twin on the meta device.
+
+The twin shares no state with the watched model: it is called with ``functional_call`` on detached aliases of the live
+parameters (same storage, own gradients) and on clones of the buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from smoke.data.module import SmokeData
+from smoke.model.deepseek import DeepseekV3
+from smoke.model.recompute import Recompute
+from smoke.model.routing import RoutingTape, replay_routing
+from smoke.module import Batch, MasterAdamW, SmokeModule, make_optimizer, train_step
+from smoke.plan import Plan
+from smoke.precision.plugin import EmulatedPrecision
+from smoke.precision.recipe import RECIPES
+
+
+@dataclass
+class Session:
+    """The parts of one run, wired. ``batches`` are on the run's device."""
+
+    plan: Plan
+    data: SmokeData
+    batches: list[Batch]
+    module: SmokeModule
+    precision: EmulatedPrecision
+    recompute: Recompute
+    twin: SmokeModule
+
+    @property
+    def model(self) -> DeepseekV3:
+        return self.module.model
+
+    def optimizer(self) -> MasterAdamW:
+        return make_optimizer(self.model, self.plan.config.train)
+
+    def step(self, optimizer: MasterAdamW) -> Callable[[Batch, Callable[[], None]], Tensor]:
+        """One optimizer step of the watched module, in the form that trajectories take."""
+        return lambda batch, on_gradients: train_step(
+            self.module, optimizer, batch, self.precision.autocast, on_gradients
+        )
+
+    def reference_gradients(self, batch: Batch, routing: RoutingTape | None) -> dict[str, Tensor]:
+        """Gradients of the BF16 twin at the live weights, by parameter name of the model; routing replayed if given."""
+        aliases = {f"model.{name}": p.detach().requires_grad_() for name, p in self.model.named_parameters()}
+        twin_buffers = dict(self.twin.model.named_buffers())
+        buffers = {f"model.{n}": b.detach().clone() for n, b in self.model.named_buffers() if n in twin_buffers}
+        batch = {key: value.to(next(iter(aliases.values())).device) for key, value in batch.items()}
+        with torch.enable_grad(), replay_routing(routing) if routing is not None else contextlib.nullcontext():
+            loss = functional_call(self.twin, {**aliases, **buffers}, (batch,), strict=False)
+        gradients = torch.autograd.grad(loss, list(aliases.values()), allow_unused=True)
+        return {
+            name.removeprefix("model."): gradient
+            for name, gradient in zip(aliases, gradients, strict=True)
+            if gradient is not None
+        }
+
+
+def load_data(plan: Plan) -> tuple[SmokeData, list[Batch]]:
+    """Read and pack the batches of the run, on its device."""
+    config = plan.config
+    data = SmokeData(
+        config.data, layout=config.layout, seed=config.seed, steps=config.steps, vocab_size=config.model.vocab_size
+    )
+    return data, [{k: v.to(plan.device) for k, v in batch.items()} for batch in data.batches()]
+
+
+def make_model(plan: Plan, recompute: Recompute | None, *, seed: int | None, device: str | None = None) -> DeepseekV3:
+    """A model of the plan's sizes; initialised from ``seed`` unless it is None (meta device)."""
+    config = plan.config
+    model = DeepseekV3(
+        config.model,
+        layout=config.layout,
+        impl=plan.impl,
+        recompute=recompute,
+        expert_row_multiple=plan.recipe.expert_row_multiple,
+        device=device or plan.device,
+    )
+    if seed is not None:
+        model.init_weights(seed)
+    return model
+
+
+def bf16_plan(plan: Plan) -> Plan:
+    """The plan of the BF16 twin: same model and data, no quantization and no recompute."""
+    return replace(plan, config=replace(plan.config, precision="bf16", recompute=()), recipe=RECIPES["bf16"])
+
+
+def make_module(plan: Plan, model: DeepseekV3) -> SmokeModule:
+    config = plan.config
+    return SmokeModule(model, config.train, mtp_loss_weight=config.model.mtp_loss_weight)
+
+
+def build(plan: Plan, data: SmokeData, batches: list[Batch]) -> Session:
+    """Assemble a session; the leaves are already swapped when it returns."""
+    config = plan.config
+    recompute = Recompute(config.recompute)
+    module = make_module(plan, make_model(plan, recompute, seed=config.seed))
+    twin = make_module(plan, make_model(bf16_plan(plan), None, seed=None, device="meta"))
+    precision = EmulatedPrecision(plan.recipe, config.policy, num_layers=config.model.num_hidden_layers)
+    precision.runtime.keeps_input = recompute.is_discarded
+    recompute.context_fn = precision.runtime.recompute_contexts
+    precision.convert_module(module)
+    return Session(plan, data, batches, module, precision, recompute, twin)
