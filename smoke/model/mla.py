@@ -131,16 +131,16 @@ class MLASelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Query [T, N, L + R], and the one key [T, 1, L + R] that is also the value."""
         k_up_NLK = self.kv_up_weights()[0].mT
+        dtype = attention_dtype(latent_TL)
         rope = {"cos": cos_PR, "sin": sin_PR, "positions_T": positions_T, "impl": self.impl}
         query_TND = absorbed_query(
             self._query(query_in_TQ),
             lambda nope_TNK: self.k_up_absorbed(nope_TNK, k_up_NLK),
             nope_dim=self.config.qk_nope_head_dim,
+            out_dtype=dtype,
             **rope,
         )
-        key_T1D = absorbed_key(latent_TL, k_pe_TR, **rope)
-        dtype = attention_dtype(query_TND)
-        return query_TND.to(dtype), key_T1D.to(dtype)
+        return query_TND, absorbed_key(latent_TL, k_pe_TR, out_dtype=dtype, **rope)
 
     def _up_plain(
         self, query_in_TQ: Tensor, latent_TL: Tensor, k_pe_TR: Tensor, positions_T: Tensor, cos_PR, sin_PR
