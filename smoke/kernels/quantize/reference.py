@@ -94,15 +94,11 @@ def quantize(
     Raises:
         ValueError: a size is no multiple of the block, or an argument is missing or superfluous.
     """
-    check(x_MK, spec, direction)
-    if (scale is not None) != (spec.scaling is Scaling.TENSOR_DELAYED):
-        raise ValueError(f"scale belongs to delayed scaling and to nothing else, not to {spec.scaling.name}")
-    if (random_bits is not None) != spec.stochastic:
-        raise ValueError("random_bits belong to stochastic rounding and to nothing else")
+    check_arguments(x_MK, spec, direction, scale, random_bits)
     if spec.scaling.family == "nv":
         return _quantize_nv(x_MK, spec, direction, random_bits)
     if spec.scaling.per_tensor:
-        s = _current_scale(amax(x_MK), spec, FLOAT32_MAX) if scale is None else scale.float()
+        s = current_scale(amax(x_MK), spec) if scale is None else scale
         return Quantized(encode(x_MK.float() * s, spec.format), 1 / s, spec, direction)
     block = spec.scaling.block(direction)
     amax_blocks = _block_amax(x_MK, block)
@@ -111,19 +107,21 @@ def quantize(
         codes = e8m0_up(amax_blocks * (1 / largest))
         multiplier = _spread(power_of_two(127 - codes), x_MK.shape, block)
         return Quantized(encode(x_MK.float() * multiplier, spec.format), codes.to(torch.uint8), spec, direction)
-    s = _current_scale(amax_blocks, spec, torch.finfo(x_MK.dtype).max)
+    s = current_scale(amax_blocks, spec, overflow=torch.finfo(x_MK.dtype).max)
     multiplier = _spread(s, x_MK.shape, block)
     return Quantized(encode(x_MK.float() * multiplier, spec.format), 1 / s, spec, direction)
 
 
-def check(x_MK: Tensor, spec: Spec, direction: Direction) -> None:
-    """Refuse what the format cannot take.
-
-    Raises:
-        ValueError: x is no BF16 or float32 matrix, or a size is no multiple of the block.
-    """
+def check_arguments(
+    x_MK: Tensor, spec: Spec, direction: Direction, scale: Tensor | None, random_bits: Tensor | None
+) -> None:
+    """Refuse what ``quantize`` cannot take (raises ValueError)."""
     if x_MK.dim() != 2 or x_MK.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"an operand is a BF16 or float32 matrix, not {x_MK.dtype} {tuple(x_MK.shape)}")
+    if (scale is not None) != (spec.scaling is Scaling.TENSOR_DELAYED):
+        raise ValueError(f"a scale is for delayed scaling and for nothing else (here: {spec.scaling.name})")
+    if (random_bits is not None) != spec.stochastic:
+        raise ValueError("random_bits are for stochastic rounding and for nothing else")
     if spec.scaling.per_tensor or spec.scaling.partial_blocks:
         return
     for size, block, name in zip(x_MK.shape, spec.scaling.block(direction), ("rows", "columns"), strict=True):
@@ -131,7 +129,7 @@ def check(x_MK: Tensor, spec: Spec, direction: Direction) -> None:
             raise ValueError(f"{size} {name}: {spec.scaling.name} in direction {direction} takes multiples of {block}")
 
 
-def _current_scale(amax_: Tensor, spec: Spec, overflow: float) -> Tensor:
+def current_scale(amax_: Tensor, spec: Spec, *, overflow: float = FLOAT32_MAX) -> Tensor:
     """max / amax; 1 where amax is zero or not finite; ``overflow`` where the quotient is infinite."""
     largest = torch.full_like(amax_, spec.format.value.largest)
     s = (largest / amax_).clamp(max=overflow)

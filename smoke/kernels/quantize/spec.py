@@ -69,6 +69,11 @@ class Scaling(Enum):
         return self.value[2] == 0
 
     @property
+    def symmetric(self) -> bool:
+        """Whether both directions have the same numbers: one scale for the tensor, or square blocks."""
+        return self.value[1] == self.value[2]
+
+    @property
     def partial_blocks(self) -> bool:
         """Whether the last block of a dimension may be incomplete."""
         return self.family == "block"
