@@ -8,7 +8,7 @@ Three kernels, each one pass over memory:
 * ``_key_value_grad_kernel``: the reverse. One program walks over all heads of a token, so the sum into the shared key's
   gradient needs no atomics and has one order.
 
-Rules they keep: token and head indices are int64 before they meet a stride (a tensor may have more than 2^31 elements);
+Rules they keep: every index is int64 before it meets a stride (a tensor may have more than 2^31 elements);
 all strides are passed, so any view goes in and no copy is made; heads and columns are masked, by the index in the whole
 tensor; arithmetic is float32 (float64 for float64) with one cast at the store, and without fused multiply-add, so that
 results equal the reference's to the last bit, except the sum over heads, which torch takes in another order. A position
@@ -59,15 +59,17 @@ def _angles(
 
 
 @triton.jit
-def _copy(p_in, s_in_N, s_in_C, p_out, s_out_N, s_out_C, i_head, m_head, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Copy WIDTH columns of a block of heads of one token."""
+def _copy(
+    p_in, s_in_N, s_in_C, FIRST_IN: tl.constexpr, p_out, s_out_N, s_out_C, FIRST_OUT: tl.constexpr,
+    i_head, m_head, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Copy WIDTH columns of a block of heads of one token, from column FIRST_IN on to column FIRST_OUT on."""
     for start in range(0, WIDTH, BLOCK_C):
         i_col = start + tl.arange(0, BLOCK_C).to(tl.int64)
         m_copy = m_head[:, None] & (i_col < WIDTH)[None, :]
-        b_copy = tl.load(p_in + i_head[:, None] * s_in_N + i_col[None, :] * s_in_C, mask=m_copy, other=0.0)
-        tl.store(
-            p_out + i_head[:, None] * s_out_N + i_col[None, :] * s_out_C, b_copy.to(p_out.dtype.element_ty), mask=m_copy
-        )
+        p_from = p_in + i_head[:, None] * s_in_N + (FIRST_IN + i_col)[None, :] * s_in_C
+        p_to = p_out + i_head[:, None] * s_out_N + (FIRST_OUT + i_col)[None, :] * s_out_C
+        tl.store(p_to, tl.load(p_from, mask=m_copy, other=0.0).to(p_out.dtype.element_ty), mask=m_copy)
 
 
 @triton.jit
@@ -88,7 +90,8 @@ def _rotate_kernel(
     i_head = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_head = i_head < heads
     _copy(
-        p_copy + i_token * s_copy_T, s_copy_N, s_copy_C, p_copied + i_token * s_copied_T, s_copied_N, s_copied_C,
+        p_copy + i_token * s_copy_T, s_copy_N, s_copy_C, 0,
+        p_copied + i_token * s_copied_T, s_copied_N, s_copied_C, 0,
         i_head, m_head, COPIED, BLOCK_C,
     )  # fmt: skip
     i_pair = tl.arange(0, BLOCK_H).to(tl.int64)
@@ -131,8 +134,8 @@ def _key_value_kernel(
     p_kv += i_token * s_kv_T
     p_key += i_token * s_key_T
     p_value += i_token * s_value_T
-    _copy(p_kv, s_kv_N, s_kv_C, p_key, s_key_N, s_key_C, i_head, m_head, NOPE, BLOCK_C)
-    _copy(p_kv + NOPE * s_kv_C, s_kv_N, s_kv_C, p_value, s_value_N, s_value_C, i_head, m_head, VALUE, BLOCK_C)
+    _copy(p_kv, s_kv_N, s_kv_C, 0, p_key, s_key_N, s_key_C, 0, i_head, m_head, NOPE, BLOCK_C)
+    _copy(p_kv, s_kv_N, s_kv_C, NOPE, p_value, s_value_N, s_value_C, 0, i_head, m_head, VALUE, BLOCK_C)
     i_pair = tl.arange(0, BLOCK_H).to(tl.int64)
     m_pair = i_pair < HALF
     b_cos, b_sin = _angles(
@@ -144,9 +147,10 @@ def _key_value_kernel(
     b_first = (b_a * b_cos - b_b * b_sin).to(p_key.dtype.element_ty)
     b_second = (b_a * b_sin + b_b * b_cos).to(p_key.dtype.element_ty)
     m_key = m_head[:, None] & m_pair[None, :]
-    p_to = p_key + i_head[:, None] * s_key_N + (NOPE + i_pair)[None, :] * s_key_C
-    tl.store(p_to, tl.broadcast_to(b_first[None, :], (BLOCK_N, BLOCK_H)), mask=m_key)
-    tl.store(p_to + HALF * s_key_C, tl.broadcast_to(b_second[None, :], (BLOCK_N, BLOCK_H)), mask=m_key)
+    p_to = p_key + i_head[:, None] * s_key_N
+    p_first, p_second = p_to + (NOPE + i_pair)[None, :] * s_key_C, p_to + (NOPE + HALF + i_pair)[None, :] * s_key_C
+    tl.store(p_first, tl.broadcast_to(b_first[None, :], (BLOCK_N, BLOCK_H)), mask=m_key)
+    tl.store(p_second, tl.broadcast_to(b_second[None, :], (BLOCK_N, BLOCK_H)), mask=m_key)
 
 
 @triton.jit
@@ -174,14 +178,12 @@ def _key_value_grad_kernel(
     for start in range(0, heads, BLOCK_N):
         i_head = start + tl.arange(0, BLOCK_N).to(tl.int64)
         m_head = i_head < heads
-        _copy(p_dkey, s_dkey_N, s_dkey_C, p_dkv, s_dkv_N, s_dkv_C, i_head, m_head, NOPE, BLOCK_C)
-        _copy(
-            p_dvalue, s_dvalue_N, s_dvalue_C, p_dkv + NOPE * s_dkv_C, s_dkv_N, s_dkv_C, i_head, m_head, VALUE, BLOCK_C
-        )
+        _copy(p_dkey, s_dkey_N, s_dkey_C, 0, p_dkv, s_dkv_N, s_dkv_C, 0, i_head, m_head, NOPE, BLOCK_C)
+        _copy(p_dvalue, s_dvalue_N, s_dvalue_C, 0, p_dkv, s_dkv_N, s_dkv_C, NOPE, i_head, m_head, VALUE, BLOCK_C)
         m_key = m_head[:, None] & m_pair[None, :]
-        p_from = p_dkey + i_head[:, None] * s_dkey_N + (NOPE + i_pair)[None, :] * s_dkey_C
-        b_a += tl.load(p_from, mask=m_key, other=0.0).to(ACC)
-        b_b += tl.load(p_from + HALF * s_dkey_C, mask=m_key, other=0.0).to(ACC)
+        p_from = p_dkey + i_head[:, None] * s_dkey_N
+        b_a += tl.load(p_from + (NOPE + i_pair)[None, :] * s_dkey_C, mask=m_key, other=0.0).to(ACC)
+        b_b += tl.load(p_from + (NOPE + HALF + i_pair)[None, :] * s_dkey_C, mask=m_key, other=0.0).to(ACC)
     b_a = tl.sum(b_a, axis=0)
     b_b = tl.sum(b_b, axis=0)
     b_cos, b_sin = _angles(
@@ -189,9 +191,9 @@ def _key_value_grad_kernel(
     )
     b_first = (b_a * b_cos + b_b * b_sin).to(p_dpe.dtype.element_ty)
     b_second = (b_b * b_cos - b_a * b_sin).to(p_dpe.dtype.element_ty)
-    p_to = p_dpe + i_token * s_dpe_T + 2 * i_pair * s_dpe_C
-    tl.store(p_to, b_first, mask=m_pair)
-    tl.store(p_to + s_dpe_C, b_second, mask=m_pair)
+    p_to = p_dpe + i_token * s_dpe_T
+    tl.store(p_to + 2 * i_pair * s_dpe_C, b_first, mask=m_pair)
+    tl.store(p_to + (2 * i_pair + 1) * s_dpe_C, b_second, mask=m_pair)
 
 
 def query(q_TND: Tensor, tables: Tables, rope_dim: int, inverse: bool = False) -> Tensor:
