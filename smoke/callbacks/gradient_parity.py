@@ -1,6 +1,6 @@
 """Gradients of the watched run against those of a reference, per parameter and per slice.
 
-At steps 0, ``every``, 2 ``every`` ... the run's expert choices are recorded during the forward pass. In
+At steps ``first``, ``first + every`` ... the run's expert choices are recorded during the forward pass. In
 ``on_before_optimizer_step`` (after accumulation, before clipping) the reference is asked for the gradients of the same
 batches from the same weights, once with the recorded choices replayed, so that one flipped expert does not drown the
 comparison, and once with routing free. The watched gradients are the ``.grad`` of the watched parameters themselves.
@@ -80,6 +80,10 @@ def _norm(a: Tensor) -> float:
     return float(torch.linalg.vector_norm(a.detach().double()))
 
 
+def _due(step: int, first: int, every: int) -> bool:
+    return step >= first and (step - first) % every == 0
+
+
 class GradientParity(lightning.Callback):
     """Keeps the comparison's rows in ``self.rows``.
 
@@ -90,7 +94,8 @@ class GradientParity(lightning.Callback):
         slices: parts of parameters along their first dimension: {name: [(slice name, start, stop)]}.
         quantized: whether the leaf that owns a parameter is converted.
         every: optimizer steps between two comparisons.
-        free_every_time: compare with routing free at every comparison, else at step 0 alone.
+        first: step of the first comparison.
+        free_every_time: compare with routing free at every comparison, else at the first alone.
         prefix: taken off the watched parameters' names.
     """
 
@@ -102,6 +107,7 @@ class GradientParity(lightning.Callback):
         quantized: Callable[[str], bool],
         *,
         every: int = 10,
+        first: int = 0,
         free_every_time: bool = False,
         prefix: str = "",
     ):
@@ -109,13 +115,13 @@ class GradientParity(lightning.Callback):
             raise ValueError(f"every must be at least 1, got {every}")
         self.rows: list[GradientRow] = []
         self._reference, self._recorder, self._slices, self._quantized = reference, recorder, slices, quantized
-        self._every, self._free_every_time, self._prefix = every, free_every_time, prefix
+        self._every, self._first, self._free_every_time, self._prefix = every, first, free_every_time, prefix
         self._recording = False
         self._batch: Any = None
         self._micro_batches: list[tuple[Any, Any]] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self._recording = trainer.global_step % self._every == 0
+        self._recording = _due(trainer.global_step, self._first, self._every)
         if self._recording:
             self._batch = batch
             if self._recorder is not None:
@@ -134,7 +140,7 @@ class GradientParity(lightning.Callback):
         watched = {name: p.grad for name, p in trainable(pl_module, self._prefix)}
         step, divisor = trainer.global_step, trainer.accumulate_grad_batches
         self._compare(watched, step, "replayed", micro_batches, divisor)
-        if self._recorder is not None and (step == 0 or self._free_every_time):
+        if self._recorder is not None and (step == self._first or self._free_every_time):
             self._compare(watched, step, "free", [(batch, None) for batch, _ in micro_batches], divisor)
 
     def _compare(

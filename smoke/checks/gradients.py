@@ -43,7 +43,7 @@ def _unmeasured(
         if not rows:
             return f"measured nothing: no {what} was compared"
     steps = {row.step for row in whole}
-    for step in range(0, plan.config.steps, plan.config.check.gradient_parity_every):
+    for step in range(plan.recipe.warmup_steps, plan.config.steps, plan.config.check.gradient_parity_every):
         if step not in steps:
             return f"no comparison at step {step}"
     for field in ("gradient_error_max", "gradient_error_slice_max", "gradient_error_free_max"):

@@ -79,6 +79,14 @@ def test_free_routing_every_time():
     assert calls == ["tape 1", None, "tape 2", None]
 
 
+def test_the_first_comparison_may_come_later():
+    module, calls = _module(), []
+    parity = GradientParity(_twin(module, calls), _Recorder(), {}, lambda name: False, every=2, first=1)
+    fit(module, make_batches(5), [parity])
+    assert calls == ["tape 1", None, "tape 2"]
+    assert {(r.step, r.routing) for r in parity.rows} == {(1, "replayed"), (1, "free"), (3, "replayed")}
+
+
 def test_without_a_recorder_only_replayed_rows():
     module, calls = _module(), []
     parity = GradientParity(_twin(module, calls), None, {}, lambda name: False)

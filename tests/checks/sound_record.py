@@ -48,7 +48,7 @@ def make_plan(precision: str = "mxfp8", **options: Any) -> SimpleNamespace:
     )
     plan = SimpleNamespace(
         config=config,
-        recipe=SimpleNamespace(name=precision, limits=make_limits()),
+        recipe=SimpleNamespace(name=precision, limits=make_limits(), warmup_steps=0),
         numerics="bf16" if precision == "bf16" else "emulated",
         required=tuple(CHECKS),
         skipped={},

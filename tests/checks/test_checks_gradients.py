@@ -71,6 +71,14 @@ def test_what_was_not_compared_is_an_error(case, gone, detail):
     assert detail in case.only_red("ERROR", "gradient_parity").detail
 
 
+def test_the_first_comparison_follows_the_recipes_warm_up(case):
+    case.plan.recipe.warmup_steps = 1
+    assert "no comparison at step 1" in case.only_red("ERROR", "gradient_parity").detail
+    case.spoil("gradients", {"step": 0}, step=1)
+    case.spoil("gradients", {"step": 5}, step=6)
+    assert case.findings()["gradient_parity"].status == "PASS"
+
+
 def test_limits_that_are_missing_or_nan_pass_nothing(case):
     case.plan.recipe.limits.gradient_error_slice_max = None
     assert "gradient_error_slice_max" in case.only_red("ERROR", "gradient_parity").detail
