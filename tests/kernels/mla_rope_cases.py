@@ -9,7 +9,7 @@ from torch import Tensor
 
 from smoke.kernels.absorb.api import absorbed_key, absorbed_query
 from smoke.kernels.mla_rope.api import rope_key_value, rope_query
-from smoke.kernels.mla_rope.reference import Tables
+from smoke.kernels.mla_rope.tables import Tables
 from smoke.numerics import first_mismatch
 
 POSITIONS = 97

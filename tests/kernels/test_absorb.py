@@ -7,7 +7,7 @@ from mla_rope_cases import draw, key_value_oracle, relative_error, rotated, stri
 from smoke.kernels.absorb import reference
 from smoke.kernels.absorb.api import absorbed_key, absorbed_query
 from smoke.kernels.mla_rope.api import rope_key_value, rope_query
-from smoke.kernels.mla_rope.reference import Tables
+from smoke.kernels.mla_rope.tables import Tables
 from smoke.model.linear import HeadwiseLinear
 from smoke.numerics import first_mismatch
 

@@ -14,7 +14,7 @@ from mla_rope_cases import (
 
 from smoke.kernels.mla_rope import reference
 from smoke.kernels.mla_rope.api import rope_key_value, rope_query
-from smoke.kernels.mla_rope.reference import Tables
+from smoke.kernels.mla_rope.tables import Tables
 from smoke.numerics import first_mismatch
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ from mla_rope_cases import POSITIONS, draw, key_value_oracle, query_oracle, rela
 
 from smoke.kernels.mla_rope import reference
 from smoke.kernels.mla_rope.api import rope_key_value, rope_query
-from smoke.kernels.mla_rope.reference import Tables
+from smoke.kernels.mla_rope.tables import Tables
 from smoke.numerics import first_mismatch
 
 HEADS = (1, 3, 5, 6, 12, 24, 40, 96, 128)

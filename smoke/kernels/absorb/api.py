@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from smoke.kernels.absorb import reference
 from smoke.kernels.mla_rope.api import checked_tables, implementation
-from smoke.kernels.mla_rope.reference import Tables
+from smoke.kernels.mla_rope.tables import Tables
 
 
 def absorbed_query(

@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smoke.kernels.mla_rope.reference import Tables, rotate
+from smoke.kernels.mla_rope.reference import rotate
+from smoke.kernels.mla_rope.tables import Tables
 
 
 def join(latent_TNL: Tensor, pe_TNR: Tensor, tables: Tables, out_dtype: torch.dtype) -> Tensor:

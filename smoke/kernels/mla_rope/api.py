@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from smoke.kernels.mla_rope import reference
-from smoke.kernels.mla_rope.reference import Tables
+from smoke.kernels.mla_rope.tables import Tables
 from smoke.kernels.support import triton_missing
 
 

@@ -16,18 +16,10 @@ of the tables.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-
-class Tables(NamedTuple):
-    """What a rotation looks up: cos and sin, float [P, R/2], and the position of each token, int64 [T]."""
-
-    cos_PR: Tensor
-    sin_PR: Tensor
-    positions_T: Tensor
+from smoke.kernels.mla_rope.tables import Tables
 
 
 def rotate(x_TNR: Tensor, tables: Tables, inverse: bool = False) -> Tensor:

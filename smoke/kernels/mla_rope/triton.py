@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smoke.kernels.mla_rope.reference import Tables
+from smoke.kernels.mla_rope.tables import Tables
 
 _LARGEST_HEAD_BLOCK = 8  # not tuned
 _LARGEST_COLUMN_BLOCK = 128  # not tuned
