@@ -7,7 +7,6 @@ traceback and ends in 3, never in the 1 that means "a required check failed".
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 import traceback
@@ -17,9 +16,7 @@ from typing import TYPE_CHECKING
 from smoke import __version__
 
 if TYPE_CHECKING:
-    from smoke.config import RunConfig
     from smoke.environment import Environment
-    from smoke.plan import Refusal
 
 DESCRIPTION = """\
 usage: smoke COMMAND [options]
@@ -79,7 +76,9 @@ def run(args: Sequence[str], prog: str) -> int:
     try:
         plan = resolve(config, environment)
     except Refusal as refusal:
-        write_refusal(refusal, config, environment, _command_line(prog, args))
+        from smoke.run import refuse
+
+        refuse(refusal, config, environment, _command_line(prog, args))
         return _fail(prog, refusal.message, refusal.exit_code)
     from smoke.run import execute
 
@@ -152,18 +151,6 @@ def facts() -> Environment:
     from smoke.precision.te import blockers
 
     return dataclasses.replace(environment, transformer_engine=blockers())
-
-
-def write_refusal(refusal: Refusal, config: RunConfig, environment: Environment, command: Sequence[str]) -> None:
-    """Leave the reason in a run folder, for scripts that look there; nothing where no folder can be made."""
-    from smoke import plan
-    from smoke.record import Record
-    from smoke.report.contract import refused
-    from smoke.report.folder import create
-    from smoke.report.write import write_all
-
-    with contextlib.suppress(plan.Refusal, OSError):
-        write_all(create(config), refused(refusal, config, environment, command), Record(), config)
 
 
 def _command_line(prog: str, args: Sequence[str]) -> list[str]:

@@ -89,8 +89,8 @@ class ModelConfig:
     """Factor on the sum of the routed experts' outputs."""
     aux_loss_alpha: float = 1e-4
     """Weight of the sequence-wise auxiliary balance loss."""
-    bias_update_speed: float = 1e-3
-    """Step of the router bias after each optimizer step (balancing without auxiliary loss)."""
+    bias_update_speed: float = 1e-2
+    """Step of the router bias after each optimizer step (DeepSeek-V3 took 1e-3; tens of steps need more to balance)."""
     num_nextn_predict_layers: int = 1
     """Multi-token-prediction modules: 0 or 1."""
     mtp_loss_weight: float = 0.3

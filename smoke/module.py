@@ -38,7 +38,7 @@ class MasterAdamW(torch.optim.Optimizer):
         eps: float,
         weight_decay: float,
     ):
-        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         inner_groups = [
             {**group, "params": [p.detach().float().clone() for p in group["params"]]} for group in self.param_groups
         ]
@@ -115,9 +115,6 @@ class SmokeModule(lightning.LightningModule):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         self.model.after_optimizer_step()
-
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        return {key: value.to(device) for key, value in batch.items()}
 
 
 def make_optimizer(model: nn.Module, train: TrainConfig) -> MasterAdamW:

@@ -7,6 +7,7 @@ stays required: the run then ends in exit code 4.
 from __future__ import annotations
 
 from smoke.config import RunConfig
+from smoke.precision.recipe import RECIPES
 
 CHECKS = (
     "preflight",
@@ -34,6 +35,7 @@ THROUGHPUT_STEPS = 4
 
 def required_checks(config: RunConfig) -> tuple[tuple[str, ...], dict[str, str]]:
     """The checks that must pass, and the reason of each that will not run; ``config.precision`` is canonical."""
+    recipe = RECIPES[config.precision]
     reasons: dict[str, str] = {}
     if config.precision == "bf16":
         reasons["quantizer"] = reasons["quantization_engaged"] = "bf16 quantizes nothing"
@@ -41,6 +43,10 @@ def required_checks(config: RunConfig) -> tuple[tuple[str, ...], dict[str, str]]
         reasons["recompute_parity"] = reasons["memory"] = "--recompute none: nothing is recomputed"
     if config.layout != "thd":
         reasons["packed_parity"] = "--layout sbhd: nothing is packed"
+    if config.steps <= recipe.warmup_steps:
+        least = recipe.warmup_steps + 1
+        reason = f"{recipe.name} sets its scales step by step: needs --steps {least} or more, this run has {config.steps}"
+        reasons |= dict.fromkeys(("gradient_parity", "quantization_engaged", "gradient_presence"), reason)
     if config.steps < LOSS_TRACKING_STEPS:
         reasons["loss_tracking"] = f"needs --steps {LOSS_TRACKING_STEPS} or more, this run has {config.steps}"
     if config.steps < THROUGHPUT_STEPS:

@@ -159,7 +159,7 @@ def _compare_tensors(
 ) -> Iterator[BitRow]:
     for name in {**left, **right}:
         a, b = left.get(name), right.get(name)
-        common = dict(kind=kind, step=step, quantity=quantity, name=name)
+        common = {"kind": kind, "step": step, "quantity": quantity, "name": name}
         if a is None or b is None:
             yield BitRow(
                 **common, equal=False, left_hex="absent" if a is None else "", right_hex="absent" if b is None else ""

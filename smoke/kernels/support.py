@@ -30,14 +30,21 @@ def stock_bf16(device: torch.device) -> bool:
     return device.type != "cpu" or cpu_has_bf16()
 
 
+def widened(x: Tensor) -> Tensor:
+    """BF16 operand of several products, in the type in which ``product`` multiplies on this device."""
+    return x if x.dtype is not torch.bfloat16 or stock_bf16(x.device) else x.float()
+
+
 def product(a_MK: Tensor, b_KN: Tensor, *, factor: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
     """``a @ b`` for two matrices, or two batches of them, accumulated in float32 (float64 for float64 operands).
+
+    An operand that ``widened`` has turned to float32 is taken as the BF16 it was; name the ``out_dtype`` then.
 
     ``factor`` is a float32 scalar applied to the float32 result before the one rounding to ``out_dtype`` (default: the
     operands' dtype).
     """
     out_dtype = out_dtype or a_MK.dtype
-    if a_MK.dtype is not torch.bfloat16:
+    if torch.bfloat16 not in (a_MK.dtype, b_KN.dtype):
         y_MN = a_MK @ b_KN
         return (y_MN if factor is None else y_MN * factor).to(out_dtype)
     if factor is None and out_dtype is torch.bfloat16 and stock_bf16(a_MK.device):

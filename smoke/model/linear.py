@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from smoke.kernels.support import product
+from smoke.kernels.support import product, widened
 
 
 class _Product(torch.autograd.Function):
@@ -26,8 +26,9 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_TO: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_TI, w_OI = ctx.saved_tensors
-        dx_TI = product(dy_TO, w_OI) if ctx.needs_input_grad[0] else None
-        dw_OI = product(dy_TO.mT, x_TI) if ctx.needs_input_grad[1] else None
+        wide_TO = widened(dy_TO)
+        dx_TI = product(wide_TO, w_OI, out_dtype=dy_TO.dtype) if ctx.needs_input_grad[0] else None
+        dw_OI = product(wide_TO.mT, x_TI, out_dtype=w_OI.dtype) if ctx.needs_input_grad[1] else None
         return dx_TI, dw_OI
 
 

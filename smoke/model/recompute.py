@@ -110,9 +110,9 @@ class _Region:
         self.restored.clear()
         self.replaying = True
         try:
-            with self.owner.running(self), torch.enable_grad(), _random_state_set(self.random_state):
-                with self.replay_context():
-                    result = self.fn(*args)
+            random_state = _random_state_set(self.random_state)
+            with self.owner.running(self), torch.enable_grad(), random_state, self.replay_context():
+                result = self.fn(*args)
         finally:
             self.replaying = False
         if len(self.restored) != len(self.signature):

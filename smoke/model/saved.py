@@ -1,4 +1,4 @@
-"""What autograd's nodes hold in place of a saved tensor: the tensor itself, or a handle to one that a replay brings back."""
+"""What autograd's nodes hold in place of a saved tensor: itself, or a handle to one that a replay brings back."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Runtime:
     forward_state: DelayedState | None = None
     backward_state: DelayedState | None = None
     calls: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    """(module, gemm, pass) -> count; pass is forward, backward or replay, with ``bf16-`` in front when not quantized."""
+    """(module, gemm, pass) -> count; pass is forward, backward or replay, after ``bf16-`` if not quantized."""
     modes: list[_Mode] = field(default_factory=list)
     keeps_input: Callable[[Tensor], bool] = lambda x: False
     """Whether a recompute region brings this tensor back (the model's ``Recompute.is_discarded``)."""
@@ -103,10 +103,8 @@ class Runtime:
         return scale
 
     def count(self, module: str, gemm: str, *, quantized: bool) -> None:
-        if gemm == "output":
-            kind = "replay" if self.modes and self.modes[-1].replay else "forward"
-        else:
-            kind = "backward"
+        forward = "replay" if self.modes and self.modes[-1].replay else "forward"
+        kind = forward if gemm == "output" else "backward"
         self.calls[module, gemm, kind if quantized else f"bf16-{kind}"] += 1
 
 
@@ -152,10 +150,7 @@ class _QuantizedProduct(torch.autograd.Function):
             q.runtime.count(q.module, "grad_input", quantized=True)
             dx_TI = product(dy_row.values, w_col.values, factor=_factor(dy_row, w_col), out_dtype=dy_TO.dtype)
         if ctx.needs_input_grad[1]:
-            if ctx.keeps_input:
-                x_col = operand(saved, q.x, "col", scale=ctx.x_scale)
-            else:
-                x_col = Operand(saved, ctx.x_factor)
+            x_col = operand(saved, q.x, "col", scale=ctx.x_scale) if ctx.keeps_input else Operand(saved, ctx.x_factor)
             q.runtime.count(q.module, "grad_weight", quantized=True)
             dw_OI = product(dy_col.values.mT, x_col.values, factor=_factor(dy_col, x_col), out_dtype=w_OI.dtype)
         return dx_TI, dw_OI, None

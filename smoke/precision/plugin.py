@@ -86,12 +86,12 @@ class EmulatedPrecision(plugins.Precision):
     def _add_delayed_state(self, module: nn.Module, slots: int) -> None:
         if not slots or self.specs["x"].scaling is not Scaling.TENSOR_DELAYED:
             return
-        options = dict(
-            history_length=self.policy.amax_history_len,
-            algorithm=self.policy.amax_compute_algo,
-            margin=self.policy.margin,
-            device=next(module.parameters()).device,
-        )
+        options = {
+            "history_length": self.policy.amax_history_len,
+            "algorithm": self.policy.amax_compute_algo,
+            "margin": self.policy.margin,
+            "device": next(module.parameters()).device,
+        }
         forward_max = [FORMAT_MAX[self.specs[role].format] for _ in range(slots) for role in ("x", "w")]
         self.runtime.forward_state = DelayedState(forward_max, **options)
         self.runtime.backward_state = DelayedState([FORMAT_MAX[self.specs["dy"].format]] * slots, **options)

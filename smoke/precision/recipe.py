@@ -80,6 +80,9 @@ class Recipe:
     last_layers_bf16_share: float = 0.0
     """Share of the decoder layers, from the end, kept in BF16 (rounded up)."""
     gate: Gate | None = None
+    warmup_steps: int = 0
+    """Steps until every scale was set from data. Delayed scaling starts from scale one, at which output gradients round
+    to zero, and each backward reaches one leaf further down a residual branch; gradients are not judged before."""
     limits: Limits
 
     def specs(self, gradient_format: str = "auto") -> dict[str, Spec]:
@@ -132,6 +135,7 @@ RECIPES: dict[str, Recipe] = {
             row_multiples=(16, 16, 16),
             expert_row_multiple=16,
             gate=Gate(min_capability=(8, 9), libraries=_FP8_LIBRARIES, first_release="1.0"),
+            warmup_steps=5,
             limits=Limits(gradient_error_max=0.4, loss_gap_max=0.05, **_FP8_LIMITS),
         ),
         Recipe(

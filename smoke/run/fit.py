@@ -13,7 +13,7 @@ import lightning
 from torch import nn
 
 from smoke.callbacks import Coverage, Finite, GradientParity, GradientPresence, LossTracker, StepLog, Throughput
-from smoke.data.module import batch_sha256
+from smoke.data.module import WORKERS_WARNING, batch_sha256
 from smoke.model.deepseek import DeepseekV3
 from smoke.model.linear import GroupedLinear, HeadwiseLinear, Linear
 from smoke.model.routing import RoutingTape, record_routing
@@ -78,10 +78,11 @@ def watch(session: Session, sink: Callable[[StepRow], None]) -> Watch:
             session.model.gradient_slices(),
             lambda name: name.rpartition(".")[0] in quantized,
             every=plan.config.check.gradient_parity_every,
+            first=plan.recipe.warmup_steps,
             prefix="model.",
         ),
         finite=Finite(_leaves, prefix="model."),
-        presence=GradientPresence(lambda: idle_experts(session.model), prefix="model."),
+        presence=GradientPresence(_Idle(session), prefix="model."),
         log=StepLog(loss, throughput, sink),
     )
 
@@ -107,6 +108,19 @@ def fit(session: Session, watched: Watch, record: Record) -> None:
             trainer.fit(session.module, datamodule=session.data)
         finally:
             watched.collect(record)
+
+
+class _Idle:
+    """Parameters of which no gradient is expected: all of them in the recipe's warm-up, later the idle experts'."""
+
+    def __init__(self, session: Session):
+        self._session, self._step = session, 0
+
+    def __call__(self) -> Collection[str]:
+        self._step += 1
+        if self._step <= self._session.plan.recipe.warmup_steps:
+            return [name for name, _ in self._session.model.named_parameters()]
+        return idle_experts(self._session.model)
 
 
 def idle_experts(model: DeepseekV3) -> Collection[str]:
@@ -135,7 +149,9 @@ def quiet_lightning() -> Iterator[Any]:
         logger.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+            warnings.filterwarnings("ignore", WORKERS_WARNING)
+            # Lightning 2.6 calls a constructor that torch 2.13 deprecates; nothing that this project can change.
+            warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.*", FutureWarning)
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):

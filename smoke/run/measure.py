@@ -26,7 +26,7 @@ from smoke.trajectories import Snapshot, Trajectory, compare, deterministic, fol
 
 def parity(session: Session) -> tuple[list[BitRow], list[MemoryRow], float | None]:
     """Follow recompute on, on again, and off, from one snapshot: bits, held bytes, and MiB held with recompute on."""
-    steps = session.plan.config.check.parity_steps
+    steps = max(session.plan.config.check.parity_steps, session.plan.recipe.warmup_steps + 1)
     batches = [session.batches[i % len(session.batches)] for i in range(steps)]
     optimizer = session.optimizer()
     snapshot = Snapshot.take(session.module, optimizer)
