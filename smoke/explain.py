@@ -22,119 +22,124 @@ class Text:
 CHECKS: dict[str, Text] = {
     "preflight": Text(
         proves="The live model and batches have the sizes that the recipe and the kernels take.",
-        measures="Sizes of every quantized leaf, the padded rows of every expert, the width of the rope table and the "
-        "number of tokens are read from the built model and the real batch, not from the configuration.",
-        limit="Exact. The multiples are those of Transformer Engine's own gates for the recipe; the rope table must"
-        " be as wide as the rotated columns and as long as the largest position.",
+        measures="Sizes of every quantized leaf, the padded rows of every expert, the width of the rope table and "
+        "the number of tokens are read from the built model and the real batch, not from the "
+        "configuration.",
+        limit="Exact. The multiples are those of Transformer Engine's own gates for the recipe; the rope table "
+        "must be as wide as the rotated columns and as long as the largest position.",
         red="The row names the module, its size and the multiple. If the plan accepted the configuration, a "
         "module was built with another size than its option says: look at the constructor of the module "
         "named.",
     ),
     "coverage": Text(
-        proves="Exactly the GEMMs that the policy names ran quantized, and no others, in the first pass and in every"
-        " replay of a recomputed region.",
-        measures="Each of the three GEMMs of each leaf (output, grad_input, grad_weight) counts its quantized and its "
-        "BF16 calls, replays apart. Planned and counted rows are compared.",
+        proves="Exactly the GEMMs that the policy names ran quantized, and no others, in the first pass and in "
+        "every replay of a recomputed region.",
+        measures="Each of the three GEMMs of each leaf (output, grad_input, grad_weight) counts its quantized and "
+        "its BF16 calls, replays apart. Planned and counted rows are compared.",
         limit="Exact: a planned GEMM with a BF16 call, or without any call, is red; so is an unplanned quantized one.",
-        red="No quantized call at all: conversion matched nothing, see the precision plug-in. BF16 calls in the "
-        "replay only: the recompute runs outside the quantization context. An unexpected row: a pattern "
-        "reached the head or the router; see --policy.keep_bf16.",
+        red="No quantized call at all: conversion matched nothing, see the precision plug-in. BF16 calls in "
+        "the replay only: the recompute runs outside the quantization context. An unexpected row: a "
+        "pattern reached the head or the router; see --policy.keep_bf16.",
     ),
     "quantizer": Text(
         proves="The quantizers this run uses give the codes and scales of the recipe, bit for bit.",
-        measures="Known-answer blocks (zero, subnormal, just saturating, infinity, NaN, ties, padding rows) go through"
-        " the live recipe's own quantizers, in both directions; codes and scales are compared with stored "
-        "answers.",
+        measures="Known-answer blocks (zero, subnormal, just saturating, infinity, NaN, ties, padding rows) go "
+        "through the live recipe's own quantizers, in both directions; codes and scales are compared with "
+        "stored answers.",
         limit="Exact: no mismatch. The answers come from independent oracles and hand-computed blocks.",
         red="The case names the rule: scale rounded down in place of up, E5M2 gradients where E4M3 is due, a "
-        "division by the zero amax of a padding row, a cast that does not saturate. Fix the quantizer; do not"
-        " touch the answers.",
+        "division by the zero amax of a padding row, a cast that does not saturate. Fix the quantizer; do "
+        "not touch the answers.",
     ),
     "recompute_parity": Text(
         proves="Recompute changes no bit of training: with and without it, several optimizer steps give the same "
         "loss, gradients and weights.",
         measures="Two trajectories of --check.parity_steps steps from one snapshot (weights, optimizer, quantizer "
-        "state, random state, router counters), with deterministic algorithms. A plain rerun comes first: if "
-        "that is not bit-equal, the comparison means nothing and the check is ERROR.",
-        limit="Exact: zero differing bits. There is no tolerance, because a replay with the same inputs and scales "
-        "has no reason to differ.",
+        "state, random state, router counters), with deterministic algorithms. A plain rerun comes first: "
+        "if that is not bit-equal, the comparison means nothing and the check is ERROR.",
+        limit="Exact: zero differing bits. There is no tolerance, because a replay with the same inputs and "
+        "scales has no reason to differ.",
         red="The first difference is named by step, quantity, parameter and slice. From step 0: the replay has "
         "other inputs, other random state, or leaves the quantization context (see coverage). From a later "
         "step, under fp8-delayed: the replay uses a later scale, or its amax entered the history a second "
         "time. ERROR: an operation is not deterministic, or a draw of random numbers is not restored.",
     ),
     "gradient_parity": Text(
-        proves="Gradients of the quantized run are as far from BF16 gradients as the recipe's rounding explains, and"
-        " no farther: on every parameter and on every named slice (head, latent and rope rows, expert).",
-        measures="At step 0 and every --check.gradient_parity_every steps, a BF16 twin on the same weights and batch "
-        "gives reference gradients; once with the run's expert choices replayed, once with routing free. "
-        "Relative error norm(g - g_ref) / norm(g_ref) and cosine, in float64.",
-        limit="Upper limits stand in the recipe table, set from the rounding error of the formats and from runs "
-        "over both layouts; leaves kept in BF16 have their own. Only rows with replayed routing are judged by"
-        " them.",
-        red="One slice red, whole parameter green: look at that slice's path (a head mask, shared rope rows). All"
-        " gradients behind one module red: that module's grad_input. Only routing-free rows large: an expert "
-        "flipped, not an error. Run quantizer and absorbed_parity first: they are more specific.",
+        proves="Gradients of the quantized run are as far from BF16 gradients as the recipe's rounding explains, "
+        "and no farther: on every parameter and on every named slice (head, latent and rope rows, expert).",
+        measures="Every --check.gradient_parity_every steps, from the first step whose scales are set (step 0, with "
+        "delayed scaling later), a BF16 twin on the same weights and batch gives reference gradients; once "
+        "with the run's expert choices replayed, once with routing free. Relative error norm(g - g_ref) / "
+        "norm(g_ref) and cosine, in float64.",
+        limit="Four numbers of the recipe table: the largest error of a whole parameter, of a slice, and of all "
+        "gradients together with routing free; and the least median over quantized parameters.",
+        red="One slice red, whole parameter green: look at that slice's path (a head mask, shared rope rows). "
+        "All gradients behind one module red: that module's grad_input. Only the routing-free number red: "
+        "many experts flipped, look at what feeds the router. Run quantizer and absorbed_parity first: "
+        "they are more specific.",
     ),
     "quantization_engaged": Text(
         proves="Quantization really happened: quantized gradients differ from BF16 ones at least as much as the "
         "recipe must make them differ.",
-        measures="The same rows as gradient_parity, read from the other side: relative error of every parameter whose "
-        "leaf is quantized.",
-        limit="Lower limits in the recipe table, well under the smallest error seen and well above BF16's own "
-        "rounding.",
+        measures="The same rows as gradient_parity, read from the other side: relative error of every parameter "
+        "whose leaf is quantized.",
+        limit="The lower limit of the recipe table (gradient_error_min), for every quantized parameter: well "
+        "under the errors seen and well above what equal numbers give.",
         red="The leaf ran in BF16 although the report says otherwise, or weights and gradients were quantized "
-        "onto a grid far finer than the recipe's. See coverage for the module, and quantizer for the recipe.",
+        "onto a grid far finer than the recipe's. See coverage for the module, and quantizer for the "
+        "recipe.",
     ),
     "absorbed_parity": Text(
-        proves="Absorbed attention (queries meet the latent) and plain attention (keys and values expanded per head)"
-        " are the same function of the same weights, forward and backward.",
-        measures="The live model's weights, loaded into both forms in float64, on a real batch: outputs and gradients "
-        "of each parameter, by relative norm.",
-        limit="Rounding of float64 over the depth of the model: errors of layout or of a missing factor are many "
-        "orders of magnitude larger.",
+        proves="Absorbed attention (queries meet the latent) and plain attention (keys and values expanded per "
+        "head) are the same function of the same weights, forward and backward.",
+        measures="The live model's weights, loaded into both forms in float64, on a real batch: outputs and "
+        "gradients of each parameter, by relative norm.",
+        limit="1e-9 relative, in float64: rounding over the depth of the model stays far below, and errors of "
+        "layout or of a missing factor are many orders of magnitude larger.",
         red="The tensor named first in the table is closest to the cause. Typical: K and V rows of "
-        "linear_kv_up_proj split in another order, a transposed per-head weight, the softmax scale taken from"
-        " the latent's width, or a weight read from storage that a converted leaf has laid out anew.",
+        "linear_kv_up_proj split in another order, a transposed per-head weight, the softmax scale taken "
+        "from the latent's width, or a weight read from storage that a converted leaf has laid out anew.",
     ),
     "packed_parity": Text(
-        proves="Packed sequences are computed as if each were alone: attention, positions, routing loss and labels "
-        "do not cross an edge.",
-        measures="A packed batch against its sequences run one by one in float64: outputs and gradients. Then sequence"
-        " A is changed, and sequence B is compared with what it was.",
-        limit="Rounding of float64 for the first; exact for the second: not one bit of B may change.",
-        red="Leak red: the attention mask or the gather crosses an edge. Leak green, outputs red from the second "
-        "sequence on: positions are not restarted, or restarted in the wrong place. Only the auxiliary loss "
-        "red: its mean runs over the pack in place of the sequence.",
+        proves="Packed sequences are computed as if each were alone: attention, positions, routing loss and "
+        "labels do not cross an edge.",
+        measures="A packed batch against its sequences run one by one in float64: outputs and gradients. Then "
+        "sequence A is changed, and sequence B is compared with what it was.",
+        limit="1e-9 relative in float64 for the first; exact for the second: not one bit of B may change.",
+        red="Leak red: the attention mask or the gather crosses an edge. Leak green, outputs red from the "
+        "second sequence on: positions are not restarted, or restarted in the wrong place. Only the "
+        "auxiliary loss red: its mean runs over the pack in place of the sequence.",
     ),
     "finite": Text(
         proves="No NaN and no infinity appeared in losses, activations, gradients or weights.",
-        measures="Every step looks at the loss, gradients and weights, and at inputs and output gradients of every "
-        "quantized GEMM before they are quantized: NVFP4 turns a NaN into 6 and would hide it.",
+        measures="Every step looks at the loss, gradients and weights, and at inputs and output gradients of the "
+        "GEMMs before they are quantized: NVFP4 turns a NaN into 6 and would hide it.",
         limit="Exact: no element.",
-        red="The earliest row names step, kind and tensor. NaN in one weight gradient with a finite loss poisons "
-        "the next checkpoint: do not resume from it. Infinity first in an output gradient: learning rate or "
-        "loss scale. A batch whose every label is ignored gives 0/0 in the loss.",
+        red="The earliest row names step, kind and tensor. NaN in one weight gradient with a finite loss "
+        "poisons the next checkpoint: do not resume from it. Infinity first in an output gradient: "
+        "learning rate or loss scale. A batch whose every label is ignored gives 0/0 in the loss.",
     ),
     "gradient_presence": Text(
         proves="Every parameter takes part in learning: it has a gradient that is not zero.",
         measures="After each backward, before clipping, every parameter of the watched module is counted as present "
-        "and as nonzero. An expert that got no token in a step is not expected to have one.",
-        limit="Exact: present in every step in which a gradient is expected, nonzero in at least one.",
-        red="Missing: the graph is cut (a detach, a no_grad, a view written in place), or the region that holds "
-        "it is recomputed and its replay does not reach the parameter. Always zero: its output is multiplied "
-        "by zero, or dropped.",
+        "and as nonzero. None is expected of an expert that got no token in a step, nor in the first steps "
+        "of delayed scaling, whose scales are not set yet.",
+        limit="Exact: present and not zero in every step in which a gradient is expected.",
+        red="Missing: the graph is cut (a detach, a no_grad, a view written in place), or the region that "
+        "holds it is recomputed and its replay does not reach the parameter. Always zero: its output is "
+        "multiplied by zero, or dropped.",
     ),
     "loss_tracking": Text(
         proves="The quantized run learns as the BF16 run does, on the same weights, data and order.",
-        measures="Losses of the run and of a BF16 twin. The noise floor is the twin against itself with every weight "
-        "moved by at most half a BF16 ulp, two draws. The gap of another seed is printed for scale only.",
+        measures="Losses of the run and of a BF16 twin. The noise floor is the twin against itself with every "
+        "weight moved by at most half a BF16 ulp, two draws. The gap of another seed is printed for scale "
+        "only.",
         limit="The median gap from step 5 on is at most three times the median floor, or the recipe's own limit "
-        "where that is larger. The mean of the last five losses is below that of the first five. At least one"
-        " step differs.",
-        red="Gap red while gradient_parity is green: a state across steps (amax history, weight cache, optimizer "
-        "masters). Loss not falling in both runs: the learning rate or the data. Off by a factor: the loss is"
-        " divided by the accumulation count before it is logged.",
+        "where that is larger. The mean of the last five losses is below that of the first five. At least "
+        "one step differs.",
+        red="Gap red while gradient_parity is green: a state across steps (amax history, weight cache, "
+        "optimizer masters). Loss not falling in both runs: the learning rate or the data. Off by a "
+        "factor: the loss is divided by the accumulation count before it is logged.",
     ),
     "memory": Text(
         proves="Recompute frees what it promises: bytes held between forward and backward fall by the discarded "
@@ -142,28 +147,30 @@ CHECKS: dict[str, Text] = {
         measures="Autograd's saved tensors are counted by distinct storage at the end of forward, without and with "
         "recompute; for each region the discarded, the released and the newly held bytes.",
         limit="Exact: the bytes computed from the run without recompute, region by region.",
-        red="Outputs not released: a consumer saved a copy (a cast, contiguous, a padded tensor) in place of the "
-        "output itself. More held than before: the region's inputs were free without recompute. Look at the "
-        "region named.",
+        red="Outputs not released: a consumer saved a copy (a cast, contiguous, a padded tensor) in place of "
+        "the output itself. More held than before: the region's inputs were free without recompute. Look "
+        "at the region named.",
     ),
     "throughput": Text(
-        proves="The times in the report are consistent: the clock, the token count and what was left out add up. It "
-        "does not judge speed, and times of an emulated run are times of the emulation.",
-        measures="Label tokens and step times after the warm-up steps, without callbacks, validation and data loading;"
-        " the sum of the steps is held against an independent wall clock, the tokens against the labels of "
-        "the batches.",
-        limit="Tokens exact; the sum of the steps and the excluded time must explain the wall clock.",
-        red="Tokens differ: padding or ignored labels are counted. Times differ: a callback's work, compilation "
-        "or validation is inside a step, or a device was not waited for before the clock was read.",
+        proves="The times in the report are consistent: the clock, the token count and what was left out add up. "
+        "It does not judge speed, and times of an emulated run are times of the emulation.",
+        measures="Label tokens and step times after the warm-up steps, without callbacks, validation and data "
+        "loading; the sum of the steps is held against an independent wall clock, the tokens against the "
+        "labels of the batches.",
+        limit="Tokens and sums exact; the steps and the excluded time explain the wall clock to 1 %.",
+        red="Tokens differ: padding or ignored labels are counted. Times differ: a callback's work, "
+        "compilation or validation is inside a step, or a device was not waited for before the clock was "
+        "read.",
     ),
     "determinism": Text(
-        proves="The same steps from the same snapshot give the same bits again: the ground on which recompute_parity"
-        " stands.",
+        proves="The same steps from the same snapshot give the same bits again: the ground on which "
+        "recompute_parity stands.",
         measures="One trajectory of --check.parity_steps steps run twice from one snapshot, without recompute, with "
         "deterministic algorithms.",
         limit="Exact: zero differing bits.",
-        red="The first difference names step and parameter. An operation adds atomically, a random state is not "
-        "part of the snapshot (stochastic rounding draws in backward), or a buffer keeps state between runs.",
+        red="The first difference names step and parameter. An operation adds atomically, a random state is "
+        "not part of the snapshot (stochastic rounding draws in backward), or a buffer keeps state between "
+        "runs.",
     ),
 }
 

@@ -82,7 +82,7 @@ def resolve(config: RunConfig, environment: Environment) -> Plan:
     _refuse_memory(config, environment, device.value)
     backend = _backend(config, recipe, environment, device.value)
     impl = _impl(config, environment, device.value)
-    required, skipped = required_checks(config)
+    required, skipped = required_checks(config, recipe)
     numerics = "emulated" if backend.value == "emulated" else "bf16"
     return Plan(
         config=config,

@@ -233,6 +233,15 @@ def test_required_checks_follow_the_request():
     assert "--steps 10" in bare.skipped["loss_tracking"]
 
 
+def test_gradients_are_not_judged_before_the_recipe_has_scales():
+    judged = {"gradient_parity", "quantization_engaged", "gradient_presence"}
+    short = resolve(asked(precision="fp8-delayed", steps=5), CPU)
+    assert judged <= set(short.skipped)
+    assert "--steps 6" in short.skipped["gradient_parity"]
+    assert judged <= set(resolve(asked(precision="fp8-delayed", steps=6), CPU).required)
+    assert judged <= set(resolve(asked(precision="mxfp8", steps=1), CPU).required)
+
+
 def test_a_skipped_check_stays_required():
     plan = resolve(asked(check__skip=("finite",)), CPU)
     assert "finite" in plan.required
