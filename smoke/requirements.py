@@ -7,8 +7,7 @@ stays required: the run then ends in exit code 4.
 from __future__ import annotations
 
 from smoke.config import RunConfig
-from smoke.precision.recipe import Recipe
-from smoke.precision.recipe import RECIPES
+from smoke.precision.recipe import RECIPES, Recipe
 
 CHECKS = (
     "preflight",
