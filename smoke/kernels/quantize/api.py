@@ -61,7 +61,7 @@ def amax(x: Tensor) -> Tensor:
     """float32 scalar: the largest magnitude of x. NaN is ignored, inf is not; zero for an empty tensor."""
     x = x.detach()
     found = fast.amax(x.contiguous()) if fast.takes(x) else None
-    return reference.amax(x) if found is None else found
+    return reference.amax(x) if found is None else torch.tensor(found)
 
 
 def operand(
@@ -119,13 +119,17 @@ def _fast(
 ) -> Operand | None:
     if spec.scaling.family == "nv":
         found = fast.nvfp4(x_MK, spec, direction, random_bits)
-        return found and Operand(found[0], _half_alpha(found[1]))
-    if spec.scaling.per_tensor:
-        if scale is None:
-            scale = reference.current_scale(amax(x_MK), spec)
+        return found and Operand(found[0], _half_alpha(torch.tensor(found[1])))
+    if not spec.scaling.per_tensor:
+        values = fast.power_of_two_blocks(x_MK, spec.format, spec.scaling.block(direction))
+        return None if values is None else Operand(values, None)
+    if scale is not None:
         return Operand(fast.tensor_scaled(x_MK, spec.format, scale), 1 / scale)
-    values = fast.power_of_two_blocks(x_MK, spec.format, spec.scaling.block(direction))
-    return None if values is None else Operand(values, None)
+    largest = fast.amax(x_MK)
+    if largest is None:
+        return None
+    s = fast.current_scale(largest, spec)
+    return Operand(fast.tensor_scaled(x_MK, spec.format, s), torch.tensor(fast.float32(1 / s)))
 
 
 def _from_definition(quantized: Quantized) -> Operand:

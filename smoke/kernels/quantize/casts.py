@@ -93,8 +93,9 @@ def e8m0_up(v: Tensor) -> Tensor:
 
 
 @functools.cache
-def _signs() -> Tensor:
-    return torch.tensor([-1.0 if HADAMARD_NEGATIVE >> i & 1 else 1.0 for i in range(HADAMARD_GROUP)]).double()
+def _quarter_signs(device: torch.device) -> Tensor:
+    signs = [-0.25 if HADAMARD_NEGATIVE >> i & 1 else 0.25 for i in range(HADAMARD_GROUP)]
+    return torch.tensor(signs, dtype=torch.float64, device=device).view(1, HADAMARD_GROUP, 1)
 
 
 def hadamard(x_MK: Tensor) -> Tensor:
@@ -104,14 +105,14 @@ def hadamard(x_MK: Tensor) -> Tensor:
     and the same bits on every device. (The hardware sums in float32, in an order of its own.)
     """
     m, k = x_MK.shape
-    y = x_MK.reshape(m // HADAMARD_GROUP, HADAMARD_GROUP, k).double()
-    y *= _signs().to(x_MK.device).view(1, HADAMARD_GROUP, 1)
+    y = x_MK.reshape(m // HADAMARD_GROUP, HADAMARD_GROUP, k) * _quarter_signs(x_MK.device)
+    other = torch.empty_like(y)
     half = 1
     while half < HADAMARD_GROUP:
-        pairs = y.view(-1, HADAMARD_GROUP // (2 * half), 2, half, k)
-        upper, lower = pairs[:, :, 0], pairs[:, :, 1]
-        difference = upper - lower
-        upper += lower
-        lower.copy_(difference)
+        shape = (-1, 2, half, k)
+        source, target = y.view(shape), other.view(shape)
+        torch.add(source[:, 0], source[:, 1], out=target[:, 0])
+        torch.sub(source[:, 0], source[:, 1], out=target[:, 1])
+        y, other = other, y
         half *= 2
-    return (y * 0.25).float().bfloat16().view(m, k)
+    return y.float().bfloat16().view(m, k)
