@@ -84,14 +84,15 @@ def deterministic() -> Iterator[None]:
     """The scope of every bitwise comparison: deterministic algorithms, flags restored at the end."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic  # its attribute is made at run time
+    fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        memory.fill_uninitialized_memory = fill
 
 
 @dataclass
@@ -159,7 +160,7 @@ def _compare_tensors(
 ) -> Iterator[BitRow]:
     for name in {**left, **right}:
         a, b = left.get(name), right.get(name)
-        common = {"kind": kind, "step": step, "quantity": quantity, "name": name}
+        common: dict[str, Any] = {"kind": kind, "step": step, "quantity": quantity, "name": name}
         if a is None or b is None:
             yield BitRow(
                 **common, equal=False, left_hex="absent" if a is None else "", right_hex="absent" if b is None else ""

@@ -35,7 +35,9 @@ def widened(x: Tensor) -> Tensor:
     return x if x.dtype is not torch.bfloat16 or stock_bf16(x.device) else x.float()
 
 
-def product(a_MK: Tensor, b_KN: Tensor, *, factor: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+def product(
+    a_MK: Tensor, b_KN: Tensor, *, factor: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """``a @ b`` for two matrices, or two batches of them, accumulated in float32 (float64 for float64 operands).
 
     An operand that ``widened`` has turned to float32 is taken as the BF16 it was; name the ``out_dtype`` then.

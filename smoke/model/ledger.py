@@ -32,8 +32,8 @@ class Ledger:
         self._outside: set[tuple[int, int]] = set()
         self._arguments: set[tuple[int, int]] = set()
         self._inner: dict[str, set[tuple[int, int]]] = {}
-        self._outputs: dict[str, set[tuple[int, int]]] = {}
-        self._copies = 0
+        self._outputs: dict[str, dict[tuple[int, int, int], int]] = {}
+        self._copies = self._calls = 0
         self._alive: list[Tensor] = []
         self.scope: list[str] = []
 
@@ -45,6 +45,11 @@ class Ledger:
             yield
         finally:
             self.scope.pop()
+
+    def next_call(self) -> int:
+        """A number of its own for each call of a region."""
+        self._calls += 1
+        return self._calls
 
     def save(self, tensor: Tensor) -> None:
         """A tensor that autograd keeps."""
@@ -62,9 +67,13 @@ class Ledger:
         """The forward is over: addresses need to stay distinct no longer."""
         self._alive.clear()
 
-    def output(self, region: str, tensor: Tensor) -> None:
-        """A region's output that a consumer asked to save."""
-        self._add(self._outputs.setdefault(region, set()), tensor)
+    def output(self, region: str, call: int, tensor: Tensor) -> None:
+        """An output of the region's ``call``-th call that a consumer asked to save.
+
+        Calls are told apart because outputs that were discarded leave their addresses to those of later calls.
+        """
+        storage = storage_of(tensor)
+        self._outputs.setdefault(region, {})[(call, *storage)] = storage[1]
 
     def copy(self, tensor: Tensor) -> None:
         """A copy as large as ``tensor`` that a leaf keeps only because its input is not recomputed."""
@@ -78,7 +87,8 @@ class Ledger:
     @property
     def held_bytes(self) -> int:
         """All that is kept. With recompute off this includes the insides and the outputs of the regions."""
-        return _bytes(self._outside.union(*self._inner.values(), *self._outputs.values()))
+        outputs = ({(address, size) for _, address, size in found} for found in self._outputs.values())
+        return _bytes(self._outside.union(*self._inner.values(), *outputs))
 
     @property
     def held_with_recompute_bytes(self) -> int:
@@ -92,7 +102,7 @@ class Ledger:
 
     def region_bytes(self, region: str) -> tuple[int, int]:
         """Bytes saved inside the region, and bytes of its outputs that consumers saved."""
-        return _bytes(self._inner.get(region, set())), _bytes(self._outputs.get(region, set()))
+        return _bytes(self._inner.get(region, set())), sum(self._outputs.get(region, {}).values())
 
 
 def _bytes(storages: Iterable[tuple[int, int]]) -> int:

@@ -71,9 +71,7 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x_TI: Tensor, rows: list[int]) -> Tensor:
         """x [T, I], ``rows`` tokens of each group (sum T, zeros allowed) -> [T, O]."""
-        parts = [
-            self.multiply(part_tI, group) for group, part_tI in enumerate(x_TI.split(rows)) if part_tI.shape[0]
-        ]
+        parts = [self.multiply(part_tI, group) for group, part_tI in enumerate(x_TI.split(rows)) if part_tI.shape[0]]
         return torch.cat(parts) if parts else x_TI.new_empty(0, self.out_features)
 
     def multiply(self, x_tI: Tensor, group: int) -> Tensor:

@@ -52,6 +52,7 @@ class _Region:
         self.restored: dict[int, Tensor] = {}
         self.restored_outputs: list[Tensor] = []
         self.outputs: tuple[Tensor, ...] = ()
+        self.call = owner.ledger.next_call()
         self.versions: tuple[int, ...] = ()
         self.replaying = False
 
@@ -220,7 +221,7 @@ class Recompute:
                 self.ledger.argument(a)
         with self.ledger.inside(name):
             result = fn(*args)
-        return _Watched(name, _as_tuple(result)), result
+        return _Watched(name, self.ledger.next_call(), _as_tuple(result)), result
 
     def _pack(self, tensor: Tensor, where: str = "the model") -> Packed | None:
         if self._running:
@@ -228,10 +229,8 @@ class Recompute:
         for region in self._open:
             handle = region.recognise(tensor)
             if handle is not None:
-                self.ledger.output(region.name, tensor)
-                if self.active:
-                    return handle
-                return Held(tensor, where)
+                self.ledger.output(region.name, region.call, tensor)
+                return handle if isinstance(handle, Output) else Held(tensor, where)
         self.ledger.save(tensor)
         return Held(tensor, where)
 
@@ -239,8 +238,8 @@ class Recompute:
 class _Watched:
     """A region that is not recomputed in this pass: its outputs are known to the ledger only."""
 
-    def __init__(self, name: str, outputs: tuple[Tensor, ...]):
-        self.name, self.outputs = name, outputs
+    def __init__(self, name: str, call: int, outputs: tuple[Tensor, ...]):
+        self.name, self.call, self.outputs = name, call, outputs
 
     def recognise(self, tensor: Tensor) -> bool | None:
         return True if any(storage_of(o) == storage_of(tensor) for o in self.outputs) else None

@@ -6,8 +6,9 @@ stay BF16 and no torch.autocast is opened. The bf16 recipe converts nothing and 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from functools import partial
 
 import lightning.pytorch.plugins as plugins
 from torch import nn
@@ -44,6 +45,17 @@ def _uncalled(leaves: Mapping[str, Leaf]) -> list[str]:
     return [n for n in leaves if n.rpartition(".")[0] in absorbed and n.rpartition(".")[2] in kv_up]
 
 
+def live_specs(model: nn.Module) -> dict[tuple[str, Spec], str]:
+    """(role, spec) of every quantizer that a converted leaf holds, with the first module that holds it."""
+    found: dict[tuple[str, Spec], str] = {}
+    for name, leaf in leaves_of(model).items():
+        if isinstance(leaf, CONVERTED):
+            for quantizers in leaf.quantizers if isinstance(leaf.quantizers, list) else [leaf.quantizers]:
+                for role in ("x", "w", "dy"):
+                    found.setdefault((role, getattr(quantizers, role)), name)
+    return found
+
+
 class EmulatedPrecision(plugins.Precision):
     """Precision plug-in of the emulation backend (and of plain bf16).
 
@@ -61,7 +73,8 @@ class EmulatedPrecision(plugins.Precision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Swap the planned leaves of ``module`` (a LightningModule with ``.model``, or the model itself)."""
-        model = module.model if isinstance(getattr(module, "model", None), nn.Module) else module
+        inner = getattr(module, "model", None)
+        model = inner if isinstance(inner, nn.Module) else module
         leaves = leaves_of(model)
         if self.plan or any(isinstance(leaf, CONVERTED) for leaf in leaves.values()):
             return module
@@ -86,15 +99,16 @@ class EmulatedPrecision(plugins.Precision):
     def _add_delayed_state(self, module: nn.Module, slots: int) -> None:
         if not slots or self.specs["x"].scaling is not Scaling.TENSOR_DELAYED:
             return
-        options = {
-            "history_length": self.policy.amax_history_len,
-            "algorithm": self.policy.amax_compute_algo,
-            "margin": self.policy.margin,
-            "device": next(module.parameters()).device,
-        }
+        state = partial(
+            DelayedState,
+            history_length=self.policy.amax_history_len,
+            algorithm=self.policy.amax_compute_algo,
+            margin=self.policy.margin,
+            device=next(module.parameters()).device,
+        )
         forward_max = [FORMAT_MAX[self.specs[role].format] for _ in range(slots) for role in ("x", "w")]
-        self.runtime.forward_state = DelayedState(forward_max, **options)
-        self.runtime.backward_state = DelayedState([FORMAT_MAX[self.specs["dy"].format]] * slots, **options)
+        self.runtime.forward_state = state(forward_max)
+        self.runtime.backward_state = state([FORMAT_MAX[self.specs["dy"].format]] * slots)
         module.add_module("quantizer_forward", self.runtime.forward_state)
         module.add_module("quantizer_backward", self.runtime.backward_state)
 
@@ -106,12 +120,11 @@ class EmulatedPrecision(plugins.Precision):
             return QuantizedGroupedLinear(leaf, quantizers)
         return QuantizedHeadwiseLinear(leaf, quantizers)
 
-    def autocast(self) -> AbstractContextManager:
-        """The context of a forward."""
-        return self.runtime.autocast()
-
-    forward_context = train_step_context = val_step_context = autocast
-    test_step_context = predict_step_context = autocast
+    @contextlib.contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """The context of every forward; Lightning's step contexts all open this one."""
+        with self.runtime.autocast():
+            yield
 
     def coverage(self) -> list[CoverageRow]:
         """One row for every GEMM of every leaf, with the calls counted since the start."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ def fit(session: Session, watched: Watch, record: Record) -> None:
     with quiet_lightning():
         trainer = lightning.Trainer(
             max_steps=config.steps,
-            max_epochs=-1,
+            max_epochs=1,
             accelerator="gpu" if session.plan.device.startswith("cuda") else "cpu",
             devices=1,
             plugins=[session.precision],
@@ -101,7 +102,7 @@ def fit(session: Session, watched: Watch, record: Record) -> None:
             logger=False,
             enable_checkpointing=False,
             enable_model_summary=False,
-            enable_progress_bar=config.trainer.progress_bar,
+            enable_progress_bar=config.trainer.progress_bar and sys.stdout.isatty(),
             num_sanity_val_steps=0,
         )
         try:

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from smoke.kernels.quantize.known import known_rows
+from smoke.kernels.quantize.api import operand
+from smoke.kernels.quantize.known import known_answers, mismatches
 from smoke.model.deepseek import DeepseekV3
+from smoke.model.ledger import Ledger
 from smoke.model.recompute import SavedTensorError
 from smoke.module import Batch
 from smoke.numerics import relative_norm
-from smoke.precision.plugin import leaves_of
+from smoke.precision.plugin import leaves_of, live_specs
 from smoke.record import BitRow, MemoryRow, PreflightRow, QuantizerRow, TwinRow
 from smoke.run.session import Session
 from smoke.trajectories import Snapshot, Trajectory, compare, deterministic, follow
@@ -83,9 +85,19 @@ def _row(name: str, quantity: str, value: int, rule: str, required: int) -> Pref
 
 
 def quantizer_rows(session: Session) -> list[QuantizerRow]:
-    """Known answers, put through the quantizers of the live recipe."""
-    specs = session.precision.specs
-    return [row for role, spec in specs.items() for row in known_rows(role, spec)]
+    """Known answers of what the recipe says, put through the quantizers of the plug-in and of every live leaf."""
+    wanted = session.plan.recipe.specs(session.plan.config.policy.gradient_format)
+    live = {key: "the recipe" for key in session.precision.specs.items()}
+    live = {**live_specs(session.model), **live}
+    rows = []
+    for (role, spec), module in live.items():
+        for known in known_answers(wanted[role]):
+            wrong = mismatches(known, lambda x, direction, spec=spec, **how: operand(x, spec, direction, **how))
+            case = f"{role} of {module}: {known.name}"
+            detail = "; ".join(wrong[:3])
+            elements = known.size**2 * len(known.directions)
+            rows.append(QuantizerRow(case=case, elements=elements, mismatches=len(wrong), detail=detail))
+    return rows
 
 
 def peak_gib(device: str) -> float:
@@ -100,7 +112,9 @@ class MemoryCount:
     """The ledger of the first step of a trajectory."""
 
     def __init__(self, session: Session):
-        self.session, self.ledger, self.replays = session, None, {}
+        self.session = session
+        self.ledger: Ledger | None = None
+        self.replays: dict[str, int] = {}
 
     def after(self, loss: Tensor) -> Tensor:
         if self.ledger is None:

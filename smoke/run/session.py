@@ -46,7 +46,7 @@ class Session:
     def step(self, optimizer: MasterAdamW) -> Callable[[Batch, Callable[[], None]], Tensor]:
         """One optimizer step of the watched module, in the form that trajectories take."""
         return lambda batch, on_gradients: train_step(
-            self.module, optimizer, batch, self.precision.autocast, on_gradients
+            self.module, optimizer, batch, self.precision.forward_context, on_gradients
         )
 
     def reference_gradients(self, batch: Batch, routing: RoutingTape | None) -> dict[str, Tensor]:

@@ -63,7 +63,7 @@ def test_amax_recorded_again_by_the_replay(run, monkeypatch):
 @pytest.mark.parametrize("precision", ["mxfp8", "fp8-delayed"])
 def test_conversion_that_matches_nothing(run, monkeypatch, precision):
     monkeypatch.setattr(EmulatedPrecision, "_convert", lambda plugin, name, leaf, slot: leaf)
-    report = run(precision=precision)
+    report = run(precision=precision, steps=7)
     assert {"coverage", "quantization_engaged"} <= red(report)
     assert report["exit_code"] == 1
 

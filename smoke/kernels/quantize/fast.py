@@ -241,11 +241,15 @@ def _e2m1_spacing(magnitude: Tensor) -> Tensor:
     return torch.sub(bits, _int32(1 << 23), out=bits).view(torch.float32)
 
 
+HADAMARD_CHUNK = 4 * CHUNK
+"""Larger pieces, because half-pieces of 32768 elements or less run on one thread."""
+
+
 def _hadamard(x_MK: Tensor) -> Tensor:
-    if x_MK.numel() <= CHUNK // 4:
+    if x_MK.numel() <= HADAMARD_CHUNK:
         return hadamard(x_MK)
     out_MK = torch.empty_like(x_MK)
-    rows = max(HADAMARD_GROUP, CHUNK // 4 // x_MK.shape[1] // HADAMARD_GROUP * HADAMARD_GROUP)
+    rows = max(HADAMARD_GROUP, HADAMARD_CHUNK // x_MK.shape[1] // HADAMARD_GROUP * HADAMARD_GROUP)
     for x, out in zip(x_MK.split(rows), out_MK.split(rows), strict=True):
         out.copy_(hadamard(x))
     return out_MK
