@@ -152,7 +152,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             name="fp8-blockwise",
-            synonyms=("blockwise", "Float8BlockScaling", "fp8-block", "block-scaling", "deepseek"),
+            synonyms=("blockwise", "Float8BlockScaling", "fp8-block", "block-scaling"),
             te_class="Float8BlockScaling",
             x=Spec(E4M3, Scaling.BLOCK_1D_128, power_of_two=True),
             w=Spec(E4M3, Scaling.BLOCK_2D_128, power_of_two=True),
@@ -164,7 +164,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             name="mxfp8",
-            synonyms=("MXFP8BlockScaling", "fp8-mxfp8", "mx-fp8"),
+            synonyms=("MXFP8BlockScaling", "fp8-mxfp8"),
             te_class="MXFP8BlockScaling",
             x=Spec(E4M3, Scaling.MX_32),
             w=Spec(E4M3, Scaling.MX_32),
