@@ -107,6 +107,14 @@ def test_bit_equal_to_the_definition(name, direction):
             assert torch.equal(before.view(torch.int16), x.view(torch.int16)), "the input was written to"
 
 
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.scaling.family in ("mx", "block")])
+def test_block_values_are_exact_in_bf16(name):
+    for label, x in inputs((64, 160)).items():
+        exact = quantize(x, SPECS[name], "row").dequantize()
+        values = operand(x, SPECS[name], "row").values.float()
+        assert torch.equal(values.nan_to_num(), exact.nan_to_num()), label
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_more_elements_than_one_piece(name):
     spec = SPECS[name]

@@ -13,9 +13,9 @@ The product of two operands is ``product(a.values, b.values, factor=a.factor * b
 float32, and the factors meet the float32 sum before its one rounding. The two NVFP4 factors are float64 halves of
 Transformer Engine's alpha: rounded to float32, their product is fl(fl(amax_a * amax_b) * fl(1 / 2688^2)) to the bit.
 
-Values are exact wherever BF16 can hold them. E4M3 codes of BF16 inputs always fit but for blocks that reach into the
-last eight binades (a block with amax near the largest BF16 number can dequantize to inf, as in hardware). float32
-inputs can need numbers below 2^-133: those are rounded to BF16.
+Block values of BF16 inputs are exact: no number on the element grid of a block lies below the last place of BF16 unless
+the input does, and where the block's amax is near the largest BF16 number its multiple of 2^120 overflows to inf in
+float32 as well. float32 inputs can need digits below 2^-133; those are rounded to BF16.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
     "random_bits_like",
 ]
 
-_ROOT_ALPHA = math.sqrt((1 / torch.tensor(reference.NV_LARGEST**2)).item())
+_ROOT_ALPHA = math.sqrt(fast.float32(1 / reference.NV_LARGEST**2))
 
 
 class Operand(NamedTuple):
@@ -61,7 +61,7 @@ def amax(x: Tensor) -> Tensor:
     """float32 scalar: the largest magnitude of x. NaN is ignored, inf is not; zero for an empty tensor."""
     x = x.detach()
     found = fast.amax(x.contiguous()) if fast.takes(x) else None
-    return reference.amax(x) if found is None else torch.tensor(found)
+    return reference.amax(x) if found is None else torch.tensor(found, device="cpu")
 
 
 def operand(
@@ -119,7 +119,7 @@ def _fast(
 ) -> Operand | None:
     if spec.scaling.family == "nv":
         found = fast.nvfp4(x_MK, spec, direction, random_bits)
-        return found and Operand(found[0], _half_alpha(torch.tensor(found[1])))
+        return found and Operand(found[0], _half_alpha(torch.tensor(found[1], device="cpu")))
     if not spec.scaling.per_tensor:
         values = fast.power_of_two_blocks(x_MK, spec.format, spec.scaling.block(direction))
         return None if values is None else Operand(values, None)
@@ -129,7 +129,7 @@ def _fast(
     if largest is None:
         return None
     s = fast.current_scale(largest, spec)
-    return Operand(fast.tensor_scaled(x_MK, spec.format, s), torch.tensor(fast.float32(1 / s)))
+    return Operand(fast.tensor_scaled(x_MK, spec.format, s), torch.tensor(fast.float32(1 / s), device="cpu"))
 
 
 def _from_definition(quantized: Quantized) -> Operand:

@@ -72,8 +72,12 @@ def decode(codes: Tensor, format: Format) -> Tensor:
     """float32 numbers of codes."""
     if format is not Format.E2M1:
         return codes.view(_TORCH_TYPES[format]).float()
-    values = torch.tensor(_E2M1_VALUES + tuple(-v for v in _E2M1_VALUES), device=codes.device)
-    return values[codes.int()]
+    return _e2m1_table(codes.device)[codes.int()]
+
+
+@functools.cache
+def _e2m1_table(device: torch.device) -> Tensor:
+    return torch.tensor(_E2M1_VALUES + tuple(-v for v in _E2M1_VALUES), device=device)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:

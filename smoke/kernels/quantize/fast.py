@@ -45,12 +45,12 @@ def takes(x_MK: Tensor) -> bool:
 
 @functools.cache
 def _int16(value: int) -> Tensor:
-    return torch.tensor(value, dtype=torch.int16)
+    return torch.tensor(value, dtype=torch.int16, device="cpu")
 
 
 @functools.cache
 def _int32(value: int) -> Tensor:
-    return torch.tensor(value, dtype=torch.int32)
+    return torch.tensor(value, dtype=torch.int32, device="cpu")
 
 
 def float32(value: float) -> float:

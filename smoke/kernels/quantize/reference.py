@@ -66,7 +66,7 @@ class Quantized:
             return self.elements() * self.scale
         scale = self.block_scale()
         if self.amax is not None:
-            scale = scale * self.amax * (1 / torch.tensor(NV_LARGEST, device=scale.device))
+            scale = scale * self.amax * (1 / torch.full_like(self.amax, NV_LARGEST))
         return self.elements() * scale
 
 
@@ -103,8 +103,7 @@ def quantize(
     block = spec.scaling.block(direction)
     amax_blocks = _block_amax(x_MK, block)
     if spec.scaling.family == "mx":
-        largest = torch.tensor(spec.format.value.largest, device=x_MK.device)
-        codes = e8m0_up(amax_blocks * (1 / largest))
+        codes = e8m0_up(amax_blocks * (1 / torch.full_like(amax_blocks, spec.format.value.largest)))
         multiplier = _spread(power_of_two(127 - codes), x_MK.shape, block)
         return Quantized(encode(x_MK.float() * multiplier, spec.format), codes.to(torch.uint8), spec, direction)
     s = current_scale(amax_blocks, spec, overflow=torch.finfo(x_MK.dtype).max)
