@@ -171,7 +171,7 @@ class CheckConfig:
 
     parity_steps: int = 3
     """Optimizer steps of the recompute_parity and determinism trajectories (at least 3)."""
-    gradient_parity_every: int = 10
+    gradient_parity_every: int = 5
     """Steps between two gradient comparisons (the first is at step 0)."""
     skip: tuple[str, ...] = ()
     """Checks not to run; skipping a required one ends in exit code 4."""

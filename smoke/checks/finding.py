@@ -34,6 +34,7 @@ class Limits(Protocol):
 
     gradient_error_max: float | None
     gradient_error_slice_max: float | None
+    gradient_error_median_max: float | None
     gradient_error_free_max: float | None
     gradient_error_min: float | None
     loss_gap_max: float | None

@@ -87,7 +87,7 @@ def _row(name: str, quantity: str, value: int, rule: str, required: int) -> Pref
 def quantizer_rows(session: Session) -> list[QuantizerRow]:
     """Known answers of what the recipe says, put through the quantizers of the plug-in and of every live leaf."""
     wanted = session.plan.recipe.specs(session.plan.config.policy.gradient_format)
-    live = {key: "the recipe" for key in session.precision.specs.items()}
+    live = dict.fromkeys(session.precision.specs.items(), "the recipe")
     live = {**live_specs(session.model), **live}
     rows = []
     for (role, spec), module in live.items():

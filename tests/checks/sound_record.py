@@ -33,6 +33,7 @@ def make_limits() -> SimpleNamespace:
     return SimpleNamespace(
         gradient_error_max=0.1,
         gradient_error_slice_max=0.2,
+        gradient_error_median_max=0.3,
         gradient_error_free_max=0.5,
         gradient_error_min=0.01,
         loss_gap_max=0.01,
