@@ -23,8 +23,9 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """The legal word that looks most like ``word``, for error messages."""
-    return difflib.get_close_matches(word, list(words), n=1, cutoff=0.0)[0]
+    """The legal word that looks most like ``word`` (upper and lower case alike), for error messages."""
+    by_lower = {legal.lower(): legal for legal in words}
+    return by_lower[difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.0)[0]]
 
 
 @dataclass(frozen=True, kw_only=True)

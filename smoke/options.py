@@ -1,9 +1,8 @@
 """Command-line options and YAML files to configuration trees, by jsonargparse.
 
 The tree of ``smoke.config`` is the only list of options: the docstring under a field is its help, its default the
-default. A YAML file (``--config FILE``, relative to the working directory) holds what differs and is data, never code;
-command-line options given after it override it. Every key is checked against the tree before jsonargparse sees the
-file, because an unknown key whose value is an empty mapping would otherwise pass.
+default. A YAML file (``--config FILE``, see ``smoke.config_file``) holds what differs; options given after it on the
+command line override it.
 
 A mistake is a ``UsageError`` of one line that names the option.
 """
@@ -13,75 +12,59 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import pathlib
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from smoke.config import (
-    PRECISIONS,
-    REGIONS,
-    CheckConfig,
-    DataConfig,
-    ModelConfig,
-    PolicyConfig,
-    RopeScaling,
-    RunConfig,
-    TrainConfig,
-    TrainerConfig,
-    nearest,
-)
+from smoke.config import PRECISIONS, REGIONS, RopeScaling, RunConfig, nearest
+from smoke.config_file import SECTIONS, UsageError, check_files
 from smoke.precision.recipe import canonical
 
-SECTIONS = {
-    "model": ModelConfig,
-    "model.rope_scaling": RopeScaling,
-    "data": DataConfig,
-    "train": TrainConfig,
-    "policy": PolicyConfig,
-    "check": CheckConfig,
-    "trainer": TrainerConfig,
-}
-"""Dataclass of every group of options."""
 LISTS = ("--policy.keep_bf16", "--check.skip")
 """Options that hold several words, besides ``--recompute``."""
 GROUPS = tuple(name for name in SECTIONS if "." not in name)
-
-
-class UsageError(Exception):
-    """The command line or a file it names is wrong; the message is one line."""
 
 
 class WordError(argparse.ArgumentTypeError, ValueError):
     """A word is not legal. argparse prints the text of the one base, jsonargparse that of the other."""
 
 
-def words(value: str | Sequence[Any]) -> tuple[str, ...]:
-    """``a,b``, ``[a, b]`` or a list, as a tuple of words."""
+def _items(value: Any) -> Sequence[Any]:
+    """The items of ``a,b``, of ``[a, b]`` or of a list. Raises WordError for anything else."""
     if isinstance(value, str):
-        value = value.strip().removeprefix("[").removesuffix("]").split(",")
-    items = [str(item).strip().strip("'\"") for item in value]
+        text = value.strip()
+        return (text[1:-1] if text.startswith("[") and text.endswith("]") else text).split(",")
+    if not isinstance(value, (list, tuple)):
+        raise WordError(f"must be a list of words, got {value}")
+    return value
+
+
+def words(value: Any) -> tuple[str, ...]:
+    """``a,b``, ``[a, b]`` or a list, as a tuple of words."""
+    items = [str(item).strip().strip("'\"") for item in _items(value)]
     return tuple(item for item in items if item)
 
 
-def regions(value: str | Sequence[str]) -> tuple[str, ...]:
+def regions(value: Any) -> tuple[str, ...]:
     """One recompute set; ``none`` is the empty one."""
     found = words(value)
     return () if found == ("none",) else found
 
 
-def precision(value: str) -> str:
+def precision(value: Any) -> str:
     """One precision, as its canonical word."""
+    if isinstance(value, (list, tuple, dict)):
+        raise WordError(f"must be one word, got {value}")
     try:
         return canonical(str(value)).name
     except ValueError as error:
         raise WordError(str(error)) from None
 
 
-def precisions(value: str | Sequence[str]) -> tuple[str, ...]:
+def precisions(value: Any) -> tuple[str, ...]:
     """A list of precisions, in canonical words."""
     found = tuple(precision(word) for word in words(value))
     if not found:
@@ -89,9 +72,9 @@ def precisions(value: str | Sequence[str]) -> tuple[str, ...]:
     return found
 
 
-def region_sets(value: str | Sequence[Any]) -> tuple[tuple[str, ...], ...]:
+def region_sets(value: Any) -> tuple[tuple[str, ...], ...]:
     """Recompute sets separated by commas, with ``+`` inside a set: ``none,mla_up_proj+moe_act``."""
-    sets = value.strip().removeprefix("[").removesuffix("]").split(",") if isinstance(value, str) else value or [()]
+    sets = _items(value) or [()]
     return tuple(regions(one.replace("+", ",")) if isinstance(one, str) else regions(one) for one in sets)
 
 
@@ -163,9 +146,13 @@ def _parse(parser: ArgumentParser, args: Sequence[str]) -> dict[str, Any]:
         if action.dest in GROUPS:
             action.help = argparse.SUPPRESS
     _check_arguments(parser, args)
-    for file in _config_files(args):
-        _check_keys(_load(file), RunConfig, file)
-    values = parser.instantiate(parser.parse_args(_lists_as_json(args)))
+    check_files(args)
+    try:
+        values = parser.instantiate(parser.parse_args(_lists_as_json(args)))
+    except OverflowError:  # from jsonargparse, which then does not say where
+        raise UsageError(
+            f"a number has more digits than a float can take (the most is {sys.float_info.max:.0e})"
+        ) from None
     return {f.name: values[f.name] for f in dataclasses.fields(RunConfig)}
 
 
@@ -197,44 +184,15 @@ def _check_arguments(parser: ArgumentParser, args: Sequence[str]) -> None:
             raise UsageError(f"{option}: no such option; the nearest is {nearest(option, known)}")
 
 
-def _config_files(args: Sequence[str]) -> Iterator[str]:
-    for argument, following in zip(args, [*args[1:], ""], strict=False):
-        if argument == "--config":
-            yield following
-        elif argument.startswith("--config="):
-            yield argument.partition("=")[2]
-
-
-def _load(file: str) -> Any:
-    try:
-        text = pathlib.Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--config {file}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"--config {file}: is not UTF-8 text") from None
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UsageError(f"--config {file}: is not YAML: {' '.join(str(error).split())}") from None
-
-
-def _check_keys(values: Any, owner: type, file: str, path: str = "") -> None:
-    """Every key of a mapping names a field of ``owner``, whatever its value."""
-    if values is None and not path:
-        raise UsageError(f"--config {file}: holds no options")
-    if not isinstance(values, dict):
-        raise UsageError(f"--config {file}: {path.rstrip('.') or 'the file'} must be a mapping of options")
-    names = [f.name for f in dataclasses.fields(owner)]
-    for key, value in values.items():
-        if key not in names:
-            close = path + nearest(str(key), names)
-            raise UsageError(f"--config {file}: no option {path}{key}; the nearest is {close}")
-        group = SECTIONS.get(f"{path}{key}")
-        if group and not (value is None and key == "rope_scaling"):
-            _check_keys(value, group, file, f"{path}{key}.")
-
-
-TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or false", "tuple": "a list of words"}
+TYPE_NAMES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "tuple": "a list of words",
+    "str": "text",
+    "RopeScaling": "a mapping of its options",
+    "NoneType": "null",
+}
 
 
 def _one_line(message: str) -> str:
@@ -246,7 +204,12 @@ def _one_line(message: str) -> str:
     inner = re.search(r"--(\w+): (must be .*?, got .*?) - ", text)  # of a nested parser, which came through here before
     if inner:
         return f"--{key[1]}.{inner[1]}: {inner[2]}"
-    wrong = re.search(r"Expected an? <class '(?:\w+\.)*(\w+)'>\. Got value: (.*)", text)
+    union = re.search(r"Union subtypes Subtypes: \[(.*?)\] .*?Given value: ?(.*)", text)
+    if union:
+        kinds = re.findall(r"<class '(?:\w+\.)*(\w+)'>", union[1])
+        legal = " or ".join(TYPE_NAMES.get(kind, kind) for kind in kinds)
+        return f"--{key[1]}: must be {legal}, got {union[2] or 'nothing'}"
+    wrong = re.search(r"Expected an? <class '(?:\w+\.)*(\w+)'>\. Got value: ?(.*)", text)
     if wrong:
-        return f"--{key[1]}: must be {TYPE_NAMES.get(wrong[1], wrong[1])}, got {wrong[2]}"
+        return f"--{key[1]}: must be {TYPE_NAMES.get(wrong[1], wrong[1])}, got {wrong[2] or 'nothing'}"
     return f"--{key[1]}: {text[key.end() :]}"

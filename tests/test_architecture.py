@@ -25,6 +25,7 @@ LEVELS = (
     ("faults",),
     ("run",),
     ("bench",),
+    ("config_file",),
     ("options", "inventory", "explain"),
     ("cli",),
     ("__main__", "pytest_plugin"),

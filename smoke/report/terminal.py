@@ -69,7 +69,7 @@ def show_report(report: Report, folder: pathlib.Path | None = None, console: Con
 def show_matrix(rows: Sequence[MatrixRow], console: Console | None = None) -> None:
     """One row for each combination; red checks stand in the last column, or below the table where it is narrow."""
     console = console or _console()
-    found = columns(rows)
+    found = [(title, [_short_lines(cell) for cell in cells]) for title, cells in columns(rows)]
     if console.width < WIDE:
         found = [_stacked(found[0], found[1]), _stacked(found[2], found[3]), *found[4:-1]]
     table = _table(console, *(title.partition(" (")[0] for title, _ in found))
@@ -133,6 +133,11 @@ def _in_one(check: Finding) -> str:
 
 def _others(report: Report) -> str:
     return ", ".join(name for name in report.artifacts if name != "report.html")
+
+
+def _short_lines(cell: str, width: int = 24) -> str:
+    """A long recompute set, one region to a line."""
+    return cell if len(cell) <= width else cell.replace("+", "+\n")
 
 
 def _stacked(upper: tuple[str, list[str]], lower: tuple[str, list[str]]) -> tuple[str, list[str]]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import pathlib
 from dataclasses import replace
 from typing import Any
 
 from smoke.config import CheckConfig, DataConfig, ModelConfig, RunConfig, TrainerConfig
+from smoke.environment import detect
+from smoke.plan import resolve
+from smoke.report.config_yaml import config_text
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 SMALL = ModelConfig(
     hidden_size=64,
@@ -48,3 +54,17 @@ def red(report: dict[str, Any]) -> set[str]:
 def finding(report: dict[str, Any], name: str) -> dict[str, Any]:
     """One check."""
     return next(check for check in report["checks"] if check["name"] == name)
+
+
+def small_session(**changes: Any) -> Any:
+    """What ``execute`` builds from the small configuration: data, model, swapped leaves, twin."""
+    from smoke.run.session import build, load_data
+
+    plan = resolve(small_config(**changes), detect())
+    return build(plan, *load_data(plan))
+
+
+def yaml_of(file: pathlib.Path, **changes: Any) -> pathlib.Path:
+    """The small configuration as a YAML file, for a run in a process of its own."""
+    file.write_text(config_text(small_config(**changes)), encoding="utf-8")
+    return file
