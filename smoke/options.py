@@ -14,7 +14,7 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jsonargparse import ArgumentParser, set_parsing_settings
@@ -150,9 +150,7 @@ def _parse(parser: ArgumentParser, args: Sequence[str]) -> dict[str, Any]:
     try:
         values = parser.instantiate(parser.parse_args(_lists_as_json(args)))
     except OverflowError:  # from jsonargparse, which then does not say where
-        raise UsageError(
-            f"a number has more digits than a float can take (the most is {sys.float_info.max:.0e})"
-        ) from None
+        raise UsageError(f"a number has too many digits: the largest is {sys.float_info.max:.1e}") from None
     return {f.name: values[f.name] for f in dataclasses.fields(RunConfig)}
 
 

@@ -183,14 +183,17 @@ def _no_cuda(environment: Environment) -> str:
 
 
 def _refuse_memory(config: RunConfig, environment: Environment, device: str) -> None:
-    need = shapes.least_bytes(config.model, config.data)
+    need = shapes.least_bytes(config.model, config.data, config.steps)
     have = environment.devices[0].memory_bytes if device == "cuda" else environment.memory_bytes
     count = shapes.parameter_count(config.model)
-    text = f"--model, --data: {count:,} parameters and one batch need at least {need / 2**30:,.1f} GiB"
+    text = f"--model, --data, --steps: {count:,} parameters and {config.steps:,} batches need at least "
+    text += f"{need / 2**30:,.1f} GiB"
     if need > ABSURD_BYTES:
-        raise Refusal(USAGE, f"{text}, more than any single machine has; lower --model sizes or the batch")
+        raise Refusal(USAGE, f"{text}, more than any single machine has; lower --model sizes, the batch or --steps")
     if have and need > have:
-        raise Refusal(MISSING, f"{text}, this {device} has {have / 2**30:,.1f} GiB; lower --model sizes or the batch")
+        raise Refusal(
+            MISSING, f"{text}, this {device} has {have / 2**30:,.1f} GiB; lower --model sizes, the batch or --steps"
+        )
 
 
 def _backend(config: RunConfig, recipe: Recipe, environment: Environment, device: str) -> Choice:

@@ -25,27 +25,30 @@ WORDS: dict[str, Sequence[str]] = {
     "policy.amax_compute_algo": ("max", "most_recent"),
 }
 
+LARGEST = 2**40
+"""Largest size: beyond anything that is ever built, and products of several still fit a float."""
+
 RANGES: dict[str, tuple[float, float]] = {
     "steps": (1, 1_000_000),
     "seed": (0, 2**32 - 1),
-    "model.hidden_size": (1, math.inf),
+    "model.hidden_size": (1, LARGEST),
     "model.num_hidden_layers": (1, 10_000),
-    "model.first_k_dense_replace": (0, math.inf),
-    "model.intermediate_size": (1, math.inf),
-    "model.moe_intermediate_size": (1, math.inf),
-    "model.num_attention_heads": (1, math.inf),
-    "model.q_lora_rank": (1, math.inf),
-    "model.kv_lora_rank": (1, math.inf),
-    "model.qk_nope_head_dim": (1, math.inf),
-    "model.qk_rope_head_dim": (2, math.inf),
-    "model.v_head_dim": (1, math.inf),
+    "model.first_k_dense_replace": (0, LARGEST),
+    "model.intermediate_size": (1, LARGEST),
+    "model.moe_intermediate_size": (1, LARGEST),
+    "model.num_attention_heads": (1, LARGEST),
+    "model.q_lora_rank": (1, LARGEST),
+    "model.kv_lora_rank": (1, LARGEST),
+    "model.qk_nope_head_dim": (1, LARGEST),
+    "model.qk_rope_head_dim": (2, LARGEST),
+    "model.v_head_dim": (1, LARGEST),
     "model.n_routed_experts": (1, 65_536),
-    "model.n_shared_experts": (0, math.inf),
-    "model.num_experts_per_tok": (1, math.inf),
-    "model.n_group": (1, math.inf),
-    "model.topk_group": (1, math.inf),
+    "model.n_shared_experts": (0, LARGEST),
+    "model.num_experts_per_tok": (1, LARGEST),
+    "model.n_group": (1, LARGEST),
+    "model.topk_group": (1, LARGEST),
     "model.num_nextn_predict_layers": (0, 1),
-    "model.max_position_embeddings": (2, math.inf),
+    "model.max_position_embeddings": (2, LARGEST),
     "model.routed_scaling_factor": (0, math.inf),
     "model.aux_loss_alpha": (0, math.inf),
     "model.bias_update_speed": (0, math.inf),
@@ -54,18 +57,23 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.initializer_range": (0, math.inf),
     "model.rope_theta": (1, math.inf),
     "model.rope_scaling.factor": (1, math.inf),
-    "model.rope_scaling.original_max_position_embeddings": (1, math.inf),
+    "model.rope_scaling.mscale": (0, 1000),
+    "model.rope_scaling.mscale_all_dim": (0, 1000),
+    "model.rope_scaling.original_max_position_embeddings": (1, LARGEST),
+    "model.vocab_size": (1, LARGEST),
+    "data.sequence_length": (1, LARGEST),
+    "data.micro_batch_size": (1, LARGEST),
     "train.learning_rate": (0, math.inf),
     "train.weight_decay": (0, math.inf),
     "train.adam_beta1": (0, 1),
     "train.adam_beta2": (0, 1),
     "train.adam_eps": (0, math.inf),
-    "policy.last_layers_bf16": (0, math.inf),
-    "policy.first_layers_bf16": (0, math.inf),
+    "policy.last_layers_bf16": (0, LARGEST),
+    "policy.first_layers_bf16": (0, LARGEST),
     "policy.amax_history_len": (1, 65_536),
     "policy.margin": (-127, 127),
     "check.parity_steps": (3, 1000),
-    "check.gradient_parity_every": (1, math.inf),
+    "check.gradient_parity_every": (1, LARGEST),
 }
 """Least and largest value of each number; ``OPEN`` ones must lie strictly inside."""
 
@@ -109,12 +117,21 @@ def _ranges(config: RunConfig) -> Iterator[str]:
         if path in OPEN:
             if not least < value < most:
                 yield f"--{path} {value}: must be more than {least} and less than {most}"
-        elif not (math.isfinite(value) and least <= value <= most):
-            upper = "" if most == math.inf else f" and at most {most}"
-            yield f"--{path} {value}: must be at least {least}{upper}"
+        elif not (least <= value <= most and value < math.inf):
+            bound = f"at most {most}" if value > most else "finite" if value == math.inf else f"at least {least}"
+            yield f"--{path} {_short(value)}: must be {bound}"
+
+
+def _short(value: float) -> str:
+    """A number, without the inside of one of hundreds of digits."""
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} digits)"
 
 
 def _names(config: RunConfig, checks: Sequence[str]) -> Iterator[str]:
+    if "none" in config.recompute:
+        yield "--recompute: none stands alone; leave it out, or name nothing else"
+        return
     for flag, names, legal in (("recompute", config.recompute, REGIONS), ("check.skip", config.check.skip, checks)):
         for name in names:
             if name not in legal:
@@ -153,7 +170,10 @@ def _experts(config: RunConfig) -> Iterator[str]:
         )
         return
     if model.topk_group > model.n_group:
-        yield f"--model.topk_group {model.topk_group}: there are {model.n_group} groups (--model.n_group)"
+        yield (
+            f"--model.topk_group {model.topk_group}: more than the groups (--model.n_group); "
+            f"the largest is {model.n_group}"
+        )
         return
     reachable = model.topk_group * (model.n_routed_experts // model.n_group)
     if model.num_experts_per_tok > reachable:

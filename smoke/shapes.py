@@ -119,11 +119,16 @@ BYTES_OF_A_PARAMETER = 16
 """BF16 weight and gradient, float32 master, and the two float32 moments of AdamW."""
 
 
-def least_bytes(model: ModelConfig, data: DataConfig) -> int:
-    """Bytes below which training cannot go: parameter states, and the residual stream and logits of one batch."""
+BYTES_OF_A_TOKEN = {"generated": 64}
+"""Bytes that each token of the run takes while its batches are made, beyond the three integers that stay."""
+
+
+def least_bytes(model: ModelConfig, data: DataConfig, steps: int = 1) -> int:
+    """Bytes below which training cannot go: parameter states, residual stream and logits of a batch, all batches."""
     tokens = data.micro_batch_size * data.sequence_length
     activations = tokens * (2 * model.hidden_size * model.num_hidden_layers + 4 * model.vocab_size)
-    return BYTES_OF_A_PARAMETER * parameter_count(model) + activations
+    batches = steps * tokens * (24 + BYTES_OF_A_TOKEN.get(data.source, 0))
+    return BYTES_OF_A_PARAMETER * parameter_count(model) + activations + batches
 
 
 def illegal_sizes(

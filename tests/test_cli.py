@@ -94,6 +94,19 @@ def test_lists_of_words():
     assert config.policy.keep_bf16 == ("layers.0.*",)
 
 
+def test_brackets_make_a_list_only_in_pairs():
+    assert run("--policy.keep_bf16", "[lm]*").policy.keep_bf16 == ("[lm]*",)
+    assert run("--policy.keep_bf16", "[a, b]").policy.keep_bf16 == ("a", "b")
+    assert run("--policy.keep_bf16", "[").policy.keep_bf16 == ("[",)
+
+
+def test_null_in_yaml_where_it_is_legal(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("out: null\nmodel: {q_lora_rank: null, rope_scaling: null}\npolicy: {last_layers_bf16: ~}\n")
+    config = run("--config", str(file))
+    assert (config.out, config.model.q_lora_rank, config.model.rope_scaling) == (None, None, None)
+
+
 def test_rope_scaling_can_be_null_or_changed_in_part():
     assert run("--model.rope_scaling", "null").model.rope_scaling is None
     scaling = run("--model.rope_scaling.factor", "8").model.rope_scaling
@@ -145,7 +158,13 @@ def test_print_config_gives_a_file_that_reads_back(tmp_path, capsys):
         (["--steps"], "--steps"),
         (["--model.norm_topk_prob", "3"], "must be true or false"),
         (["--train.learning_rate", "nan"], "--train.learning_rate"),
+        (["--train.learning_rate", "1" * 400], "too many digits"),
         (["--model", "a.yaml"], "--model"),
+        (["--model.hidden_size", ""], "must be a whole number, got nothing"),
+        (["--model.q_lora_rank", "none"], "--model.q_lora_rank: must be a whole number or null, got none"),
+        (["--model.rope_scaling", "yarn"], "--model.rope_scaling: must be a mapping of its options or null, got yarn"),
+        (["--PRECISION", "mxfp8"], "the nearest is --precision"),
+        (["--config="], "--config: name a file"),
         (["hello"], "hello"),
         (["--config", "/missing.yaml"], "/missing.yaml: No such file"),
         (["--config"], "--config"),
@@ -169,6 +188,19 @@ def test_a_wrong_command_line_is_one_line_that_names_it(args, named):
         ("", "holds no options"),
         ("a: [", "is not YAML"),
         ("steps: abc", "--steps: must be a whole number"),
+        ("steps: 2\nsteps: 3", "steps stands twice"),
+        ("model: {hidden_size: 64, hidden_size: 128}", "hidden_size stands twice"),
+        ("steps:", "steps is null"),
+        ("precision: null", "precision is null"),
+        ("recompute: null", "recompute is null"),
+        ("data: {source: null}", "data.source is null"),
+        ("policy: {keep_bf16: null}", "policy.keep_bf16 is null"),
+        ("trainer: {progress_bar: null}", "trainer.progress_bar is null"),
+        ("recompute: {mlp: 1}", "must be a list of words"),
+        ("recompute: 3", "must be a list of words"),
+        ("precision: [mxfp8]", "must be one word"),
+        ("out: 3", "--out: must be text or null, got 3"),
+        ("[" * 2000, "nested too deeply"),
         ("precision: fp9", "--precision"),
         ("out: !!python/object/apply:os.getcwd []", "is not YAML"),
         ("model: {rope_scaling: {class_path: os.path}}", "no option model.rope_scaling.class_path"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -123,6 +124,7 @@ def test_backend_te_is_refused_with_what_blocks_it(environment, precision, devic
         (CPU, {"impl": "triton"}, "--impl triton"),
         (dataclasses.replace(HOPPER, packages={"torch": "2.13.0"}), {"impl": "triton"}, "triton is not installed"),
         (CPU, {"model__hidden_size": 2**18}, "GiB"),
+        (CPU, {"steps": 1_000_000, "data__source": "generated"}, "1,000,000 batches need at least"),
     ],
 )
 def test_what_this_machine_lacks_is_exit_4(environment, options, named):
@@ -136,7 +138,14 @@ def test_what_this_machine_lacks_is_exit_4(environment, options, named):
     [
         ({"model__qk_rope_head_dim": 7}, "--model.qk_rope_head_dim 7"),
         ({"model__n_group": 3}, "nearest is 2"),
-        ({"model__topk_group": 3}, "--model.topk_group 3"),
+        ({"model__topk_group": 3}, "--model.topk_group 3: more than the groups (--model.n_group); the largest is 2"),
+        ({"model__rope_scaling": RopeScaling(mscale=math.nan)}, "--model.rope_scaling.mscale nan"),
+        ({"model__rope_scaling": RopeScaling(mscale_all_dim=math.inf)}, "--model.rope_scaling.mscale_all_dim inf"),
+        ({"model__hidden_size": 10**400}, "(401 digits): must be at most"),
+        ({"data__micro_batch_size": 10**400}, "(401 digits): must be at most"),
+        ({"seed": 10**400}, "must be at most 4294967295"),
+        ({"recompute": ("none", "mlp")}, "none stands alone"),
+        ({"recompute": ("MLP",)}, "the nearest is mlp"),
         ({"model__num_experts_per_tok": 5}, "largest is 4"),
         ({"model__first_k_dense_replace": 4}, "largest is 3"),
         ({"model__vocab_size": 256}, "--model.vocab_size 256"),
