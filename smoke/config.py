@@ -85,7 +85,7 @@ class ModelConfig:
     topk_group: int = 1
     """Groups that a token may choose experts from."""
     norm_topk_prob: bool = True
-    """Whether the chosen experts' scores are normalised to sum to one."""
+    """Whether the chosen experts' scores are normalised to sum to one (a single one never is)."""
     routed_scaling_factor: float = 2.5
     """Factor on the sum of the routed experts' outputs."""
     aux_loss_alpha: float = 1e-4

@@ -117,7 +117,11 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Float32 router. ``label`` names it on a routing tape; ``count_load`` False stops the load counter."""
+    """Float32 router. ``label`` names it on a routing tape; ``count_load`` False stops the load counter.
+
+    The weight of a single choice is its score, normalised or not (as in Megatron-core): normalised it would be 1
+    whatever the score, and the router would learn from the auxiliary loss alone.
+    """
 
     expert_bias: Tensor
     expert_load: Tensor
@@ -136,7 +140,7 @@ class Router(nn.Module):
         scores_TE = _Logits.apply(x_TH, self.weight).sigmoid()
         experts_TK = self._choose(scores_TE.detach())
         weights_TK = scores_TE.gather(1, experts_TK)
-        if config.norm_topk_prob:
+        if config.norm_topk_prob and config.num_experts_per_tok > 1:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         chosen_TE = torch.zeros_like(scores_TE).scatter_(1, experts_TK, 1.0)
         tokens_E = chosen_TE.sum(0)

@@ -88,6 +88,17 @@ def test_router_matches_the_loop_with_gradients(lengths, normalise):
         torch.testing.assert_close(left, right, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_the_weight_of_a_single_choice_is_its_score_so_the_router_learns():
+    config = dataclasses.replace(CONFIG, num_experts_per_tok=1, norm_topk_prob=True)
+    router = fill(Router(config, "r", dtype=torch.float64))
+    x = draw(6, 12)
+    routing = router(x, packed(6))
+    scores = (x @ router.weight.mT).sigmoid().gather(1, routing.experts_TK)
+    torch.testing.assert_close(routing.weights_TK, scores * config.routed_scaling_factor)
+    (gradient,) = torch.autograd.grad(routing.weights_TK.sum(), router.weight)
+    assert gradient.abs().max() > 1e-3
+
+
 def test_equal_scores_go_to_the_lower_number_of_group_and_expert():
     assert choose_experts(torch.zeros(2, 12), 3, 4, 2).tolist() == [[0, 1, 2]] * 2
     scores = torch.tensor([[0.1, 0.1, 0.0, 0.5, 0.5, 0.0, 0.5, 0.5, 0.5, 0.0, 0.0, 0.0]])
