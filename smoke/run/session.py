@@ -15,10 +15,13 @@ from torch import Tensor
 from torch.func import functional_call
 
 from smoke.data.module import SmokeData
+from smoke.data.sources import DataError
+from smoke.model.attention import Sequences
 from smoke.model.deepseek import DeepseekV3
+from smoke.model.mtp import next_labels
 from smoke.model.recompute import Recompute
 from smoke.model.routing import RoutingTape, replay_routing
-from smoke.module import Batch, MasterAdamW, SmokeModule, make_optimizer, train_step
+from smoke.module import IGNORED_LABEL, Batch, MasterAdamW, SmokeModule, make_optimizer, train_step
 from smoke.plan import Plan
 from smoke.precision.plugin import EmulatedPrecision
 from smoke.precision.recipe import RECIPES
@@ -66,12 +69,35 @@ class Session:
 
 
 def load_data(plan: Plan) -> tuple[SmokeData, list[Batch]]:
-    """Read and pack the batches of the run, on its device."""
+    """Read and pack the batches of the run, on its device. Raises DataError."""
     config = plan.config
     data = SmokeData(
         config.data, layout=config.layout, seed=config.seed, steps=config.steps, vocab_size=config.model.vocab_size
     )
+    for number, batch in enumerate(data.batches()):
+        _refuse_idle_attention(plan, number, batch)
     return data, [{k: v.to(plan.device) for k, v in batch.items()} for batch in data.batches()]
+
+
+def _refuse_idle_attention(plan: Plan, number: int, batch: Batch) -> None:
+    """A batch needs, for each head, a label behind a token that attends to another one.
+
+    Without it the loss is 0/0, or queries get a gradient of zero, through no fault of the recipe. Only packs of very
+    short sequences have none.
+    """
+    config, positions_T = plan.config, batch["positions"].flatten()
+    labels_T = batch["labels"].flatten()
+    labels = {"next-token": labels_T}
+    if config.model.num_nextn_predict_layers:
+        labels["multi-token-prediction"] = next_labels(labels_T, Sequences.of(batch, config.layout))
+    for what, label_T in labels.items():
+        if not bool(((label_T != IGNORED_LABEL) & (positions_T > 0)).any()):
+            longest = int(positions_T.max()) + 1
+            raise DataError(
+                f"--data.source {config.data.source}: batch {number} has no {what} label except on first tokens, its "
+                f"longest sequence has {longest} tokens; use longer texts, a larger --data.sequence_length or "
+                "--data.micro_batch_size, or --layout sbhd"
+            )
 
 
 def make_model(plan: Plan, recompute: Recompute | None, *, seed: int | None, device: str | None = None) -> DeepseekV3:

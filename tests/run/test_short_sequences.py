@@ -1,0 +1,50 @@
+"""Batches whose labels give attention nothing to learn from are refused before training, with what to change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from small_runs import small_config
+
+from smoke.config import DataConfig, ModelConfig
+from smoke.data.sources import DataError
+from smoke.environment import detect
+from smoke.plan import resolve
+
+
+def load(layout: str, rows: int, length: int, mtp: int = 1, source: str = "generated") -> int:
+    from smoke.run.session import load_data
+
+    data = DataConfig(source=source, sequence_length=length, micro_batch_size=rows)
+    model = replace(ModelConfig(), num_nextn_predict_layers=mtp)
+    config = small_config(precision="bf16", layout=layout, data=data, model=model)
+    return len(load_data(resolve(config, detect()))[1])
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows", "length", "mtp", "what"),
+    [
+        ("thd", 16, 2, 1, "next-token"),
+        ("thd", 1, 2, 0, "next-token"),
+        ("thd", 16, 3, 1, "multi-token-prediction"),
+        ("sbhd", 1, 2, 1, "multi-token-prediction"),
+    ],
+)
+def test_too_short_sequences_are_one_clear_line(layout, rows, length, mtp, what):
+    with pytest.raises(DataError, match=f"no {what} label") as caught:
+        load(layout, rows, length, mtp)
+    assert "\n" not in str(caught.value)
+
+
+def test_short_texts_are_refused_whatever_the_sequence_length(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\n' * 2000, encoding="utf-8")
+    with pytest.raises(DataError, match="its longest sequence has 2 tokens"):
+        load("thd", 4, 64, source=f"jsonl:{file}")
+    assert load("sbhd", 4, 64, source=f"jsonl:{file}") == 4
+
+
+@pytest.mark.parametrize(("layout", "rows", "length", "mtp"), [("sbhd", 1, 3, 1), ("sbhd", 1, 2, 0), ("thd", 4, 8, 1)])
+def test_the_shortest_legal_ones_load(layout, rows, length, mtp):
+    assert load(layout, rows, length, mtp) == 4
