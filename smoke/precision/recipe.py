@@ -110,11 +110,17 @@ def _both_ways(scaling: Scaling, *formats: Format, power_of_two: bool = False) -
     return {f.name.lower(): Spec(f, scaling, power_of_two=power_of_two) for f in formats}
 
 
+# Measured on the default run, 20 steps, seeds 1234, 7 and 11, both layouts (worst over them): FP8 typical error of a
+# parameter 0.142, of a slice 0.169, median of a step 0.038 to 0.105, least of a quantized parameter 0.035; NVFP4 0.383,
+# 0.425, 0.148 to 0.332, 0.254. At step 0 alone (runs too short for a second comparison) FP8 0.18 and 0.23, NVFP4 0.66
+# and 0.52. Delayed scaling clips when a gradient outgrows its history, up to 0.73 in single steps.
 _FP8_LIMITS = {
-    "gradient_error_slice_max": 0.6,
-    "gradient_error_median_max": 0.2,
-    "gradient_error_free_max": 1.0,
-    "gradient_error_min": 1e-3,
+    "gradient_error_max": 0.35,
+    "gradient_error_slice_max": 0.4,
+    "gradient_error_median_max": 0.18,
+    "gradient_error_free_max": 0.35,
+    "gradient_error_min": 0.015,
+    "loss_gap_max": 0.02,
 }
 _FP8_LIBRARIES = "compute capability 8.9 also needs CUDA >= 12.1 and cuBLASLt >= 12.1.3"
 
@@ -144,7 +150,7 @@ RECIPES: dict[str, Recipe] = {
             expert_row_multiple=16,
             gate=Gate(min_capability=(8, 9), libraries=_FP8_LIBRARIES, first_release="1.0"),
             warmup_steps=5,
-            limits=Limits(gradient_error_max=0.4, loss_gap_max=0.05, **_FP8_LIMITS),
+            limits=Limits(**{**_FP8_LIMITS, "gradient_error_max": 0.75, "gradient_error_slice_max": 0.75}),
         ),
         Recipe(
             name="fp8-tensorwise",
@@ -156,7 +162,7 @@ RECIPES: dict[str, Recipe] = {
             row_multiples=(16, 16, 16),
             expert_row_multiple=16,
             gate=Gate(min_capability=(8, 9), libraries=_FP8_LIBRARIES, first_release="2.2"),
-            limits=Limits(gradient_error_max=0.4, loss_gap_max=0.05, **_FP8_LIMITS),
+            limits=Limits(**_FP8_LIMITS),
         ),
         Recipe(
             name="fp8-blockwise",
@@ -168,7 +174,7 @@ RECIPES: dict[str, Recipe] = {
             row_multiples=(16, 16, 16),
             expert_row_multiple=16,
             gate=Gate(min_capability=(9, 0), libraries="CUDA >= 12.9, cuBLAS >= 12.9", first_release="2.3"),
-            limits=Limits(gradient_error_max=0.4, loss_gap_max=0.05, **_FP8_LIMITS),
+            limits=Limits(**_FP8_LIMITS),
         ),
         Recipe(
             name="mxfp8",
@@ -182,7 +188,7 @@ RECIPES: dict[str, Recipe] = {
             gate=Gate(
                 min_capability=(10, 0), below_capability=(12, 0), libraries="cuBLAS >= 12.8", first_release="2.0"
             ),
-            limits=Limits(gradient_error_max=0.4, loss_gap_max=0.05, **_FP8_LIMITS),
+            limits=Limits(**_FP8_LIMITS),
         ),
         Recipe(
             name="nvfp4",
@@ -196,12 +202,12 @@ RECIPES: dict[str, Recipe] = {
             last_layers_bf16_share=0.15,
             gate=Gate(min_capability=(10, 0), libraries="CUDA >= 12.8, cuBLAS >= 12.8", first_release="2.8"),
             limits=Limits(
-                gradient_error_max=1.2,
-                gradient_error_slice_max=1.5,
+                gradient_error_max=0.9,
+                gradient_error_slice_max=0.9,
                 gradient_error_median_max=0.5,
-                gradient_error_free_max=1.5,
-                gradient_error_min=1e-2,
-                loss_gap_max=0.2,
+                gradient_error_free_max=0.7,
+                gradient_error_min=0.08,
+                loss_gap_max=0.05,
             ),
         ),
     )
