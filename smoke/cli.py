@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from smoke import __version__
+from smoke.output import lasting
 
 if TYPE_CHECKING:
     from smoke.environment import Environment
@@ -40,8 +41,20 @@ USAGE, CRASH, INTERRUPTED = 2, 3, 130
 
 
 def main(args: Sequence[str] | None = None, *, prog: str = "smoke") -> int:
-    """Run one command and return the exit code. ``args`` default to the command line's."""
+    """Run one command and return the exit code. ``args`` default to the command line's.
+
+    A run whose output nobody takes goes on to its report; a command that only prints has then failed, unless its
+    reader left (``smoke env | head -1``).
+    """
     args = list(sys.argv[1:] if args is None else args)
+    with lasting() as output:
+        code = _command(args, prog)
+        output.flush()
+    lost = output.error is not None and not isinstance(output.error, BrokenPipeError)
+    return CRASH if lost and code == 0 and args[:1] not in (["run"], ["matrix"]) else code
+
+
+def _command(args: list[str], prog: str) -> int:
     command, rest = (args[0], args[1:]) if args else ("", [])
     if command in ("--help", "-h"):
         print(DESCRIPTION, end="")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -118,6 +119,11 @@ def parse_matrix(args: Sequence[str], prog: str) -> list[RunConfig]:
         "--recompute", type=Type(region_sets, "sets of words"), default=((), ("mla_up_proj",)), help=sets
     )
     values = _parse(parser, args)
+    if len(set(values["precision"])) < len(values["precision"]):
+        raise UsageError(f"--precision {','.join(values['precision'])}: name each one once")
+    if len({frozenset(one) for one in values["recompute"]}) < len(values["recompute"]):
+        sets = ",".join("+".join(one) or "none" for one in values["recompute"])
+        raise UsageError(f"--recompute {sets}: name each set once")
     return [
         RunConfig(**{**values, "precision": precision, "recompute": regions})
         for precision in values["precision"]
@@ -146,6 +152,10 @@ def _parse(parser: ArgumentParser, args: Sequence[str]) -> dict[str, Any]:
         if action.dest in GROUPS:
             action.help = argparse.SUPPRESS
     _check_arguments(parser, args)
+    try:
+        os.getcwd()
+    except OSError:
+        raise UsageError("the working directory does not exist any more; change to one that does") from None
     check_files(args)
     try:
         values = parser.instantiate(parser.parse_args(_lists_as_json(args)))

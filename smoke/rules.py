@@ -185,6 +185,11 @@ def _experts(config: RunConfig) -> Iterator[str]:
 
 def _layers(config: RunConfig) -> Iterator[str]:
     model, policy = config.model, config.policy
+    if model.num_nextn_predict_layers and not model.mtp_loss_weight:
+        yield (
+            "--model.mtp_loss_weight 0: the multi-token-prediction module would get no gradient; "
+            "use --model.num_nextn_predict_layers 0"
+        )
     layers, dense = model.num_hidden_layers, model.first_k_dense_replace
     if dense > layers:
         yield f"--model.first_k_dense_replace {dense}: more than --model.num_hidden_layers; the largest is {layers}"

@@ -223,8 +223,20 @@ def test_the_matrix_crosses_precisions_and_recompute_sets(tmp_path):
     assert debug == [RunConfig()]
     with pytest.raises(UsageError, match="nearest"):
         parse_matrix(["--precision", "mxfp8,nope"], "smoke matrix")
+    with pytest.raises(UsageError, match="--precision bf16,bf16: name each one once"):
+        parse_matrix(["--precision", "bf16,bfloat16"], "smoke matrix")
+    with pytest.raises(UsageError, match="mlp.moe_act,moe_act.mlp: name each set once"):
+        parse_matrix(["--recompute", "mlp+moe_act,moe_act+mlp"], "smoke matrix")
     with pytest.raises(UsageError, match="name a precision"):
         parse_matrix(["--precision", "[]"], "smoke matrix")
+
+
+def test_a_working_directory_that_is_gone_is_one_line(tmp_path, monkeypatch):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert "working directory does not exist" in wrong()
 
 
 def test_every_option_has_help(capsys):

@@ -143,6 +143,7 @@ def test_what_this_machine_lacks_is_exit_4(environment, options, named):
         ({"model__rope_scaling": RopeScaling(mscale_all_dim=math.inf)}, "--model.rope_scaling.mscale_all_dim inf"),
         ({"model__hidden_size": 10**400}, "(401 digits): must be at most"),
         ({"data__micro_batch_size": 10**400}, "(401 digits): must be at most"),
+        ({"model__mtp_loss_weight": 0.0}, "--model.num_nextn_predict_layers 0"),
         ({"seed": 10**400}, "must be at most 4294967295"),
         ({"recompute": ("none", "mlp")}, "none stands alone"),
         ({"recompute": ("MLP",)}, "the nearest is mlp"),

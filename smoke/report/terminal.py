@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 WIDE = 120
 """Columns from which tables are laid out flat."""
+NARROWEST = 40
+"""Columns that are used even where the terminal says it has fewer, or none."""
 STYLES = {
     "PASS": "green",
     "FAIL": "bold red",
@@ -91,7 +93,9 @@ def show_matrix(rows: Sequence[MatrixRow], console: Console | None = None) -> No
 def _console() -> Console:
     from rich.console import Console
 
-    return Console(highlight=False)
+    console = Console(highlight=False)
+    console.width = max(console.width, NARROWEST)
+    return console
 
 
 def _text(console: Console, text: str, style: str = "") -> Text:
