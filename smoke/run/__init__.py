@@ -73,26 +73,44 @@ def execute(plan: Plan, environment: Environment, command: Sequence[str]) -> int
 
 
 def execute_matrix(plans: Sequence[Plan], environment: Environment, command: Sequence[str]) -> int:
-    """Run every plan, print one table, return the worst exit code."""
-    shared, rows, codes = Shared(), [], []
-    for number, plan in enumerate(plans, 1):
-        config = plan.config
-        name = f"{config.precision}-{'+'.join(config.recompute) or 'none'}"
-        print(f"[{number}/{len(plans)}] {name}", flush=True)
-        out = None if config.out is None else str(pathlib.Path(config.out) / name)
-        plan = replace(plan, config=replace(config, out=out))
+    """Run every plan, print one table, return the worst exit code. A refusal ends it; rows that ran are still shown."""
+    shared, rows, codes, refused = Shared(), [], [], None
+    with contextlib.ExitStack() as unused:
         try:
-            folder = reports.create(plan.config)
-            report, record = run_into(folder, plan, environment, command, shared, quiet=True)
+            named = [_row_of_matrix(plan, unused) for plan in plans]
+            for number, (name, plan, folder) in enumerate(named, 1):
+                print(f"[{number}/{len(plans)}] {name}", flush=True)
+                folder = folder or reports.create(plan.config)
+                report, record = run_into(folder, plan, environment, command, shared, quiet=True)
+                rows.append(reports.matrix_row(report, record))
+                codes.append(report.exit_code)
+                print(f"    {reports.verdict_line(report)} ({folder})", flush=True)
+                if report.verdict == "interrupted":
+                    break
         except Refusal as refusal:
-            return _fail(refusal)
-        rows.append(reports.matrix_row(report, record))
-        codes.append(report.exit_code)
-        print(f"    {reports.verdict_line(report)} ({folder})", flush=True)
-        if report.verdict == "interrupted":
-            break
-    reports.show_matrix(rows)
+            refused = refusal
+    if rows:
+        reports.show_matrix(rows)
+    if refused is not None:
+        codes.append(_fail(refused))
     return reports.worst(codes)
+
+
+def _row_of_matrix(plan: Plan, unused: contextlib.ExitStack) -> tuple[str, Plan, pathlib.Path | None]:
+    """Name of one row, and its plan and folder under ``--out``: all are made before the first row runs."""
+    config = plan.config
+    name = f"{config.precision}-{'+'.join(config.recompute) or 'none'}"
+    if config.out is None:
+        return name, plan, None
+    config = replace(config, out=str(pathlib.Path(config.out) / name))
+    folder = reports.create(config)
+    unused.callback(_remove_if_empty, folder)
+    return name, replace(plan, config=config), folder
+
+
+def _remove_if_empty(folder: pathlib.Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def refuse(
@@ -119,31 +137,30 @@ def run_into(
 ) -> tuple[reports.Report, Record]:
     """Run one plan and fill its folder. Raises Refusal when the data or the disk cannot serve it."""
     record = Record()
-    with interruptible():
+    with undisturbed():
         outcome = _guarded(folder, plan, record, shared, quiet)
-        with undisturbed():
-            try:
-                report = reports.build(
-                    record,
-                    plan,
-                    outcome.findings,
-                    environment=environment,
-                    command=command,
-                    interrupted_signal=outcome.interrupted_signal,
-                    crashed=outcome.crashed,
-                    message=outcome.message,
-                )
-                return reports.write_all(folder, report, record, plan.config), record
-            except OSError as error:
-                raise Refusal(USAGE, f"--out {folder}: cannot be written: {error.strerror}") from None
+        try:
+            report = reports.build(
+                record,
+                plan,
+                outcome.findings,
+                environment=environment,
+                command=command,
+                interrupted_signal=outcome.interrupted_signal,
+                crashed=outcome.crashed,
+                message=outcome.message,
+            )
+            return reports.write_all(folder, report, record, plan.config), record
+        except OSError as error:
+            raise Refusal(USAGE, f"--out {folder}: cannot be written: {error.strerror}") from None
 
 
 def _guarded(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quiet: bool) -> Outcome:
-    """Do the work and say how it ended."""
+    """Do the work and say how it ended. Signals interrupt in here only, where they are caught."""
     from smoke.trajectories import untouched_random_states
 
     try:
-        with untouched_random_states():
+        with interruptible(), untouched_random_states():
             _work(folder, plan, record, shared, quiet)
             return Outcome(judge(record, plan))
     except Interrupted as stop:
@@ -152,8 +169,15 @@ def _guarded(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, q
         raise Refusal(USAGE, str(error)) from None
     except Exception as error:
         traceback.print_exc()
-        early = [finding for finding in judge(record, plan) if finding.name in BEFORE_TRAINING]
-        return Outcome(early, crashed=True, message=f"{type(error).__name__}: {error}".splitlines()[0])
+        return Outcome(_early(record, plan), crashed=True, message=f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _early(record: Record, plan: Plan) -> list[Finding]:
+    """What can be judged after a crash; nothing where the crash was in a check."""
+    try:
+        return [finding for finding in judge(record, plan) if finding.name in BEFORE_TRAINING]
+    except Exception:
+        return []
 
 
 def _work(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quiet: bool) -> None:

@@ -12,7 +12,7 @@ from small_runs import small_config
 import smoke.run
 import smoke.run.twin
 from smoke.environment import detect
-from smoke.plan import resolve
+from smoke.plan import Refusal, resolve
 from smoke.precision.plugin import EmulatedPrecision
 from smoke.run import execute_matrix, measure
 
@@ -81,6 +81,32 @@ def test_a_red_row_stops_no_other_and_gives_the_exit_code(matrix, monkeypatch, c
     red_line, *others = _table_lines(capsys.readouterr().out)
     assert "fail" in red_line.lower()
     assert not any("fail" in line.lower() for line in others)
+
+
+def test_folders_are_all_made_before_the_first_row_and_unused_ones_removed(matrix, tmp_path, capsys):
+    taken = tmp_path / "matrix" / "mxfp8-none" / "file"
+    taken.parent.mkdir(parents=True)
+    taken.write_text("mine")
+    code, reports = matrix()
+    assert (code, reports) == (2, {})
+    assert "mxfp8-none: is not empty" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "matrix").iterdir()] == ["mxfp8-none"]
+
+
+def test_rows_that_ran_are_shown_when_a_later_one_is_refused(matrix, monkeypatch, capsys):
+    run_into = smoke.run.run_into
+
+    def no_disk_left(folder, plan, *args, **kwargs):
+        if plan.config.precision == "mxfp8":
+            raise Refusal(2, "--out: cannot be written")
+        return run_into(folder, plan, *args, **kwargs)
+
+    monkeypatch.setattr(smoke.run, "run_into", no_disk_left)
+    code, reports = matrix()
+    printed = capsys.readouterr()
+    assert (code, set(reports)) == (2, {"bf16-none"})
+    assert len(_table_lines(printed.out)) == 1
+    assert "cannot be written" in printed.err
 
 
 def test_a_crash_stops_no_other_row_and_is_the_worst(matrix, monkeypatch, capsys):
