@@ -155,6 +155,8 @@ class MemoryRow:
     """Of those, the bytes that were recognised and discarded."""
     replays: int
     discards_outputs: bool
+    calls: int = 1
+    """How often the region ran in the forward; each call needs its replay."""
     argument_bytes: int = 0
     """Inputs of the region that are held for its replay."""
     copy_bytes: int = 0
@@ -229,6 +231,10 @@ class Record:
     memory: list[MemoryRow] = field(default_factory=list)
     curves: LossCurves = field(default_factory=LossCurves)
     throughput: ThroughputSummary | None = None
+    tokens: int = 0
+    """Label tokens of all steps and ranks."""
+    mean_loss: float | None = None
+    """Mean loss in nats over those tokens."""
     peak_gib: float | None = None
     """Peak device memory (CUDA) or peak resident set of the process (CPU)."""
     held_mib: float | None = None

@@ -166,8 +166,8 @@ def memory(record: Record, plan: Any, limits: Any) -> Finding:
 
 
 def _region_problem(row: MemoryRow) -> str:
-    if row.replays < 1:
-        return "no replay"
+    if not 1 <= row.calls <= row.replays:
+        return f"{row.replays} replays of {row.calls} calls"
     if not row.discards_outputs:
         return ""
     released, most = row.released_output_bytes, row.output_bytes + row.copy_bytes

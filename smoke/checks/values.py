@@ -33,6 +33,8 @@ def absorbed_parity(record: Record, plan: Any, limits: Any) -> Finding:
 
 def packed_parity(record: Record, plan: Any, limits: Any) -> Finding:
     """Packed sequences against the same sequences apart, in float64; a change of one leaks into no other."""
+    if not any(row.kind == "packed_leak" for row in record.twins):
+        return unable("packed_parity", "measured nothing: no sequence was changed to see what leaks")
     for row in record.twins:
         if row.kind == "packed_leak" and row.relative_error != 0.0:
             return failed(

@@ -33,7 +33,8 @@ class Ledger:
         self._arguments: set[tuple[int, int]] = set()
         self._inner: dict[str, set[tuple[int, int]]] = {}
         self._outputs: dict[str, dict[tuple[int, int, int], int]] = {}
-        self._copies = self._calls = 0
+        self._copies = 0
+        self._calls: list[str] = []
         self._alive: list[Tensor] = []
         self.scope: list[str] = []
 
@@ -46,10 +47,14 @@ class Ledger:
         finally:
             self.scope.pop()
 
-    def next_call(self) -> int:
+    def next_call(self, region: str) -> int:
         """A number of its own for each call of a region."""
-        self._calls += 1
-        return self._calls
+        self._calls.append(region)
+        return len(self._calls)
+
+    def calls_of(self, region: str) -> int:
+        """How often the region was called."""
+        return self._calls.count(region)
 
     def save(self, tensor: Tensor) -> None:
         """A tensor that autograd keeps."""

@@ -34,7 +34,10 @@ from torch import Tensor
 from smoke.model.ledger import Ledger, storage_of
 from smoke.model.saved import Held, Inner, Output, Packed, SavedTensorError, unpack
 
-__all__ = ["Recompute", "SavedTensorError"]
+__all__ = ["DISCARDING", "Recompute", "SavedTensorError"]
+
+DISCARDING = ("mla_up_proj", "layernorm", "moe_act")
+"""Regions whose outputs are brought back too; the others keep them."""
 
 ContextFn = Callable[[], tuple[AbstractContextManager, Callable[[], AbstractContextManager]]]
 
@@ -52,7 +55,7 @@ class _Region:
         self.restored: dict[int, Tensor] = {}
         self.restored_outputs: list[Tensor] = []
         self.outputs: tuple[Tensor, ...] = ()
-        self.call = owner.ledger.next_call()
+        self.call = owner.ledger.next_call(name)
         self.versions: tuple[int, ...] = ()
         self.replaying = False
 
@@ -153,8 +156,10 @@ class Recompute:
         self.replays = {}
         self._open.clear()
         with torch.autograd.graph.saved_tensors_hooks(self._pack, unpack):
-            yield self.ledger
-        self.ledger.close()
+            try:
+                yield self.ledger
+            finally:
+                self.ledger.close()
 
     @contextlib.contextmanager
     def discard(self, name: str, fn: Callable[..., Any], *args: Any) -> Iterator[Any]:
@@ -167,6 +172,9 @@ class Recompute:
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, unpack):
                 yield result
+        except BaseException:
+            region.outputs = ()
+            raise
         finally:
             self._open.remove(region)
         region.close()
@@ -221,7 +229,7 @@ class Recompute:
                 self.ledger.argument(a)
         with self.ledger.inside(name):
             result = fn(*args)
-        return _Watched(name, self.ledger.next_call(), _as_tuple(result)), result
+        return _Watched(name, self.ledger.next_call(name), _as_tuple(result)), result
 
     def _pack(self, tensor: Tensor, where: str = "the model") -> Packed | None:
         if self._running:

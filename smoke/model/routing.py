@@ -146,7 +146,9 @@ class Router(nn.Module):
         tokens_E = chosen_TE.sum(0)
         if self.training and self.count_load and torch.is_grad_enabled() and _replaying.get() is None:
             self.expert_load += tokens_E
-        aux_loss = config.aux_loss_alpha * self._balance_loss(scores_TE, chosen_TE, sequences)
+        raw_TK = choose_experts(scores_TE.detach(), config.num_experts_per_tok, 1, 1)
+        raw_TE = torch.zeros_like(scores_TE).scatter_(1, raw_TK, 1.0)
+        aux_loss = config.aux_loss_alpha * self._balance_loss(scores_TE, raw_TE, sequences)
         return Routing(experts_TK, weights_TK * config.routed_scaling_factor, tokens_E, aux_loss)
 
     def update_bias(self, speed: float) -> None:
@@ -170,7 +172,10 @@ class Router(nn.Module):
         return experts_TK
 
     def _balance_loss(self, scores_TE: Tensor, chosen_TE: Tensor, sequences: Sequences) -> Tensor:
-        """Mean over sequences of sum_i f_i P_i: share of choices (1 if balanced) times mean normalised score."""
+        """Mean over sequences of sum_i f_i P_i: share of choices (1 if balanced) times mean normalised score.
+
+        The choices are those of the scores alone, without bias and groups (equation 18 of the report).
+        """
         mean_QT = sequences.mean_weights(scores_TE.dtype)
         share_QE = (mean_QT @ chosen_TE) * (self.config.n_routed_experts / self.config.num_experts_per_tok)
         score_QE = mean_QT @ (scores_TE / scores_TE.sum(-1, keepdim=True))

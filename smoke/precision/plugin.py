@@ -7,7 +7,7 @@ stay BF16 and no torch.autocast is opened. The bf16 recipe converts nothing and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import lightning.pytorch.plugins as plugins
@@ -89,6 +89,9 @@ class EmulatedPrecision(plugins.Precision):
             self.plan[name] = LeafPlan(False, "never called: the absorbed products read its weight")
         chosen = {name: leaf for name, leaf in leaves.items() if self.plan[name].quantized}
         self._add_delayed_state(module, sum(_groups(leaf) for leaf in chosen.values()))
+        for name, leaf in leaves.items():
+            if name not in chosen:
+                leaf.register_forward_pre_hook(self._count_bf16(name))
         slot = 0
         for name, leaf in chosen.items():
             parent_name, _, attribute = name.rpartition(".")
@@ -111,6 +114,14 @@ class EmulatedPrecision(plugins.Precision):
         self.runtime.backward_state = state([FORMAT_MAX[self.specs["dy"].format]] * slots)
         module.add_module("quantizer_forward", self.runtime.forward_state)
         module.add_module("quantizer_backward", self.runtime.backward_state)
+
+    def _count_bf16(self, name: str) -> Callable[..., None]:
+        """Hook of a leaf that stays as it is: its output GEMM runs in BF16 (the router's in float32)."""
+
+        def count(leaf: nn.Module, args: object) -> None:
+            self.runtime.count(name, "output", quantized=False)
+
+        return count
 
     def _convert(self, name: str, leaf: Leaf, slot: int) -> nn.Module:
         quantizers = [Quantizers(self.runtime, name, **self.specs, slot=slot + group) for group in range(_groups(leaf))]

@@ -62,7 +62,6 @@ def execute(plan: Plan, environment: Environment, command: Sequence[str]) -> int
         folder = reports.create(plan.config)
     except Refusal as refusal:
         return _fail(refusal)
-    reports.show_plan(plan)
     try:
         report, _ = run_into(folder, plan, environment, command, Shared())
     except Refusal as refusal:
@@ -157,11 +156,14 @@ def run_into(
 
 def _guarded(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quiet: bool) -> Outcome:
     """Do the work and say how it ended. Signals interrupt in here only, where they are caught."""
-    from smoke.trajectories import untouched_random_states
-
     try:
-        with interruptible(), untouched_random_states():
-            _work(folder, plan, record, shared, quiet)
+        with interruptible():
+            if not quiet:
+                reports.show_plan(plan)
+            from smoke.trajectories import untouched_random_states  # imports torch, which takes seconds
+
+            with untouched_random_states():
+                _work(folder, plan, record, shared, quiet)
             return Outcome(judge(record, plan))
     except Interrupted as stop:
         return Outcome(interrupted_signal=stop.signal_number, message=f"stopped by {stop}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning
+import torch
 from torch import nn
 
 from smoke.callbacks import Coverage, Finite, GradientParity, GradientPresence, LossTracker, StepLog, Throughput
@@ -51,6 +52,7 @@ class Watch:
     finite: Finite
     presence: GradientPresence
     log: StepLog
+    recorder: RoutingRecorder
 
     def callbacks(self) -> list[lightning.Callback]:
         inner = [self.loss, self.gradients, self.finite, self.presence, self.coverage]
@@ -61,6 +63,7 @@ class Watch:
         record.finite, record.finite_looked = list(self.finite.rows), self.finite.looked
         record.finite_steps = self.finite.steps
         record.presence, record.throughput = self.presence.rows(), self.throughput.summary()
+        record.tokens, record.mean_loss = self.loss.tokens(), self.loss.mean_loss()
 
 
 def watch(session: Session, sink: Callable[[StepRow], None]) -> Watch:
@@ -68,6 +71,7 @@ def watch(session: Session, sink: Callable[[StepRow], None]) -> Watch:
     plan = session.plan
     label = {"emulated": "emulation", "mixed": "emulation"}.get(plan.numerics, plan.numerics)
     loss, throughput = LossTracker(batch_sha256), Throughput(label=label)
+    recorder = RoutingRecorder()
     quantized = {name for name, leaf in session.precision.plan.items() if leaf.quantized}
     return Watch(
         loss=loss,
@@ -75,7 +79,7 @@ def watch(session: Session, sink: Callable[[StepRow], None]) -> Watch:
         coverage=Coverage(session.precision.coverage),
         gradients=GradientParity(
             session.reference_gradients,
-            RoutingRecorder(),
+            recorder,
             session.model.gradient_slices(),
             lambda name: name.rpartition(".")[0] in quantized,
             every=plan.config.check.gradient_parity_every,
@@ -85,6 +89,7 @@ def watch(session: Session, sink: Callable[[StepRow], None]) -> Watch:
         finite=Finite(_leaves, prefix="model."),
         presence=GradientPresence(_Idle(session), prefix="model."),
         log=StepLog(loss, throughput, sink),
+        recorder=recorder,
     )
 
 
@@ -105,9 +110,12 @@ def fit(session: Session, watched: Watch, record: Record) -> None:
             enable_progress_bar=config.trainer.progress_bar and sys.stdout.isatty(),
             num_sanity_val_steps=0,
         )
+        if session.plan.device.startswith("cuda"):
+            torch.cuda.reset_peak_memory_stats()
         try:
             trainer.fit(session.module, datamodule=session.data)
         finally:
+            watched.recorder.stop()
             watched.collect(record)
 
 

@@ -5,6 +5,7 @@ Everything here leaves the session as it found it: weights, buffers, random stat
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 from dataclasses import replace
@@ -17,7 +18,7 @@ from smoke.kernels.quantize.api import operand
 from smoke.kernels.quantize.known import known_answers, mismatches
 from smoke.model.deepseek import DeepseekV3
 from smoke.model.ledger import Ledger
-from smoke.model.recompute import SavedTensorError
+from smoke.model.recompute import DISCARDING, SavedTensorError
 from smoke.module import Batch
 from smoke.numerics import relative_norm
 from smoke.precision.plugin import leaves_of, live_specs
@@ -69,15 +70,11 @@ def preflight_rows(session: Session) -> list[PreflightRow]:
     for index, batch in enumerate(session.batches):
         rows.append(_row(f"batch {index}", "tokens", batch["tokens"].numel(), "multiple", token_multiple))
         longest = int(batch["positions"].max()) + 1
-        rows.append(_row(f"batch {index}", "positions", _positions(session), "at_least", longest))
-    cos_PR, _ = session.model.rope_tables(session.batches[0]["positions"].flatten())
+        cos_PR, _ = session.model.rope_tables(batch["positions"].flatten())
+        rows.append(_row(f"batch {index}", "rope table rows", cos_PR.shape[0], "at_least", longest))
     width = session.plan.config.model.qk_rope_head_dim // 2
     rows.append(_row("rope table", "columns", cos_PR.shape[-1], "equal", width))
     return rows
-
-
-def _positions(session: Session) -> int:
-    return session.plan.config.model.max_position_embeddings
 
 
 def _row(name: str, quantity: str, value: int, rule: str, required: int) -> PreflightRow:
@@ -92,7 +89,9 @@ def quantizer_rows(session: Session) -> list[QuantizerRow]:
     rows = []
     for (role, spec), module in live.items():
         for known in known_answers(wanted[role]):
-            wrong = mismatches(known, lambda x, direction, spec=spec, **how: operand(x, spec, direction, **how))
+            wrong = mismatches(
+                known, lambda x, direction, spec=spec, **how: operand(x, spec, direction, **how), session.plan.device
+            )
             case = f"{role} of {module}: {known.name}"
             detail = "; ".join(wrong[:3])
             elements = known.size**2 * len(known.directions)
@@ -140,39 +139,70 @@ def memory_rows(session: Session, on: MemoryCount, off: MemoryCount) -> list[Mem
                 output_bytes=outputs,
                 released_output_bytes=released,
                 replays=on.replays.get(region, 0),
+                calls=off.ledger.calls_of(region),
                 discards_outputs=region in DISCARDING,
             )
         )
     return rows
 
 
-DISCARDING = ("mla_up_proj", "layernorm", "moe_act")
-
-
 def absorbed_twins(session: Session) -> list[TwinRow]:
-    """Absorbed and plain attention of the same weights, in float64: logits, loss and every gradient."""
+    """Absorbed and plain attention of the same weights, in float64: logits, MTP logits and every gradient."""
     batch = _few_tokens(session.batches[0])
-    forms = [_float64_outputs(session, batch, form) for form in ("absorbed", "plain")]
-    names = forms[0].keys() & forms[1].keys()
-    return [
-        TwinRow(kind="absorbed", tensor=name, relative_error=relative_norm(forms[0][name], forms[1][name]))
-        for name in sorted(names)
-    ]
+    absorbed, plain = (_float64(session, batch, form) for form in ("absorbed", "plain"))
+    return [_twin_row("absorbed", name, absorbed, plain) for name in sorted(absorbed.keys() | plain.keys())]
 
 
 def packed_twins(session: Session) -> list[TwinRow]:
-    """Each sequence of a packed batch against the same sequence alone, in float64: its logits."""
-    batch = session.batches[0]
+    """A packed batch against its sequences alone, in float64, and what a changed sequence leaks into the others.
+
+    Logits are compared for each sequence, gradients as the sum over the sequences. The leak is the difference, exactly
+    zero when there is none, of all other sequences' logits after every token of one sequence was changed.
+    """
+    batch, form = session.batches[0], session.plan.config.model.attention_form
     edges = batch["cu_seqlens"].tolist()
-    packed = _float64_logits(session, batch)
+    spans = list(zip(edges, edges[1:], strict=False))
+    packed = _float64(session, batch, form)
     rows = []
-    for index, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
+    total = {name: torch.zeros_like(value) for name, value in packed.items() if name not in LOGITS}
+    for index, (start, stop) in enumerate(spans):
         alone = {key: batch[key][start:stop] for key in ("tokens", "labels", "positions")}
         alone["cu_seqlens"] = batch["cu_seqlens"].new_tensor([0, stop - start])
-        for name, logits in _float64_logits(session, alone).items():
-            error = relative_norm(packed[name][start:stop], logits)
-            rows.append(TwinRow(kind="packed", tensor=f"sequence {index} {name}", relative_error=error))
+        found = _float64(session, alone, form)
+        for name in LOGITS & packed.keys():
+            part = {name: packed[name][start:stop]}
+            rows.append(replace(_twin_row("packed", name, part, found), tensor=f"sequence {index} {name}"))
+        for name in total.keys() & found.keys():
+            total[name] += found[name]
+    rows += [_twin_row("packed", name, packed, total) for name in total]
+    for index in sorted({0, len(spans) // 2}):
+        rows += _leaks(session, batch, form, packed, index, spans[index])
     return rows
+
+
+def _leaks(
+    session: Session, batch: Batch, form: str, before: dict[str, Tensor], index: int, span: tuple[int, int]
+) -> list[TwinRow]:
+    """Change every token of one sequence; compare all others bit by bit."""
+    start, stop = span
+    tokens_T = batch["tokens"].clone()
+    tokens_T[start:stop] = (tokens_T[start:stop] + 1) % session.plan.config.model.vocab_size
+    after, rows = _float64(session, {**batch, "tokens": tokens_T}, form, gradients=False), []
+    for name in LOGITS & before.keys():
+        change = (after[name] - before[name]).abs()
+        change[start:stop] = 0.0
+        tensor = f"{name} of the other sequences, sequence {index} changed"
+        rows.append(TwinRow(kind="packed_leak", tensor=tensor, relative_error=float(change.max())))
+    return rows
+
+
+LOGITS = {"logits", "mtp logits"}
+
+
+def _twin_row(kind: str, name: str, left: dict[str, Tensor], right: dict[str, Tensor]) -> TwinRow:
+    """Relative error of one tensor; infinite where only one side has it."""
+    both = name in left and name in right
+    return TwinRow(kind=kind, tensor=name, relative_error=relative_norm(left[name], right[name]) if both else math.inf)
 
 
 def _few_tokens(batch: Batch) -> Batch:
@@ -196,23 +226,18 @@ def _float64_model(session: Session, form: str) -> tuple[DeepseekV3, dict[str, T
     return model, {n: live[n].detach().to(torch.float64, copy=True) for n in names}
 
 
-def _float64_logits(session: Session, batch: Batch) -> dict[str, Tensor]:
-    model, state = _float64_model(session, session.plan.config.model.attention_form)
-    with torch.no_grad():
-        out = functional_call(model, state, (batch,))
-    logits = {"logits": out.logits_TV}
-    if out.mtp_logits_TV is not None:
-        logits["mtp logits"] = out.mtp_logits_TV
-    return logits
-
-
-def _float64_outputs(session: Session, batch: Batch, form: str) -> dict[str, Tensor]:
+def _float64(session: Session, batch: Batch, form: str, *, gradients: bool = True) -> dict[str, Tensor]:
+    """Logits of the live weights in float64, and the gradients of a sum over the tokens of all of them."""
     model, state = _float64_model(session, form)
-    parameters = {name: state[name].requires_grad_() for name, _ in model.named_parameters()}
-    with torch.enable_grad():
+    parameters = {name: state[name].requires_grad_(gradients) for name, _ in model.named_parameters()}
+    with torch.set_grad_enabled(gradients):
         out = functional_call(model, state, (batch,))
+        logits = {"logits": out.logits_TV, "mtp logits": out.mtp_logits_TV}
+        found = {name: value for name, value in logits.items() if value is not None}
+        if not gradients:
+            return found
         weights = torch.linspace(-1, 1, out.logits_TV.shape[-1], dtype=torch.float64, device=out.logits_TV.device)
-        scalar = (torch.log_softmax(out.logits_TV, -1) * weights).sum()
-        gradients = torch.autograd.grad(scalar, list(parameters.values()), allow_unused=True)
-    found = {f"gradient of {n}": g for n, g in zip(parameters, gradients, strict=True) if g is not None}
-    return {"logits": out.logits_TV.detach(), **found}
+        scalar = torch.stack([(torch.log_softmax(value, -1) * weights).sum() for value in found.values()]).sum()
+        grads = torch.autograd.grad(scalar, list(parameters.values()), allow_unused=True)
+    named = {f"gradient of {n}": g for n, g in zip(parameters, grads, strict=True) if g is not None}
+    return {name: value.detach() for name, value in found.items()} | named

@@ -160,7 +160,10 @@ def make_record() -> Record:
         coverage=_coverage(),
         bits=_bits(),
         quantizer=[QuantizerRow(case="mxfp8 blocks", elements=64, mismatches=0)],
-        twins=[TwinRow(kind=kind, tensor="logits", relative_error=1e-14) for kind in ("absorbed", "packed")],
+        twins=[
+            *(TwinRow(kind=kind, tensor="logits", relative_error=1e-14) for kind in ("absorbed", "packed")),
+            TwinRow(kind="packed_leak", tensor="sequence 0", relative_error=0.0),
+        ],
         finite_looked=100,
         finite_steps=STEPS,
         presence=[

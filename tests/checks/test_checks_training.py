@@ -199,7 +199,8 @@ def test_a_prediction_holds_to_the_byte(case):
 @pytest.mark.parametrize(
     ("changes", "measured"),
     [
-        ({"replays": 0}, "no replay"),
+        ({"replays": 0}, "0 replays of 1 calls"),
+        ({"calls": 4}, "3 replays of 4 calls"),
         ({"released_output_bytes": 1_000}, "1,000 of 2,000"),
         ({"released_output_bytes": 2_001}, "2,001 of 2,000"),
         ({"inner_bytes": 0, "output_bytes": 0, "released_output_bytes": 0}, "discards nothing"),

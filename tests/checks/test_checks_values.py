@@ -44,9 +44,9 @@ def test_a_leak_of_one_bit_is_red(case, error):
     assert case.only_red("FAIL", "packed_parity").where == "sequence 1"
 
 
-def test_no_leak_is_fine(case):
-    case.record.twins.append(TwinRow(kind="packed_leak", tensor="sequence 1", relative_error=0.0))
-    assert case.findings()["packed_parity"].status == "PASS"
+def test_a_leak_that_nobody_looked_for_is_an_error(case):
+    case.record.twins = [row for row in case.record.twins if row.kind != "packed_leak"]
+    assert "no sequence was changed" in case.only_red("ERROR", "packed_parity").detail
 
 
 def test_leak_rows_alone_measure_nothing(case):

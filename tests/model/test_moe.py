@@ -56,12 +56,15 @@ def loop_router(x, weight, bias, lengths, config):
         picked = torch.stack([row[e] for e in chosen])
         picked = picked / picked.sum() if config.norm_topk_prob else picked
         weights.append(picked * config.routed_scaling_factor)
+    best = [
+        sorted(range(len(row)), key=lambda e, row=row: -row[e].item())[: config.num_experts_per_tok] for row in scores
+    ]
     losses, start = [], 0
     for length in lengths:
         span = range(start, start + length)
         loss = 0.0
         for expert in range(config.n_routed_experts):
-            count = sum(expert in choices[t] for t in span)
+            count = sum(expert in best[t] for t in span)
             share = config.n_routed_experts / (config.num_experts_per_tok * length) * count
             loss = loss + share * sum(scores[t, expert] / scores[t].sum() for t in span) / length
         losses.append(loss)

@@ -54,6 +54,11 @@ class Running:
             assert time.monotonic() < end, self.printed()
             time.sleep(0.02)
 
+    def starting(self) -> None:
+        """The plan is being printed; torch is not imported yet."""
+        self.wait_until(lambda: self.printed() != "")
+        assert "data and model: " not in self.printed()
+
     def measuring(self) -> None:
         self.wait_until(lambda: "quantizers and twin forms: " in self.printed())
         assert "training" not in self.printed()
@@ -90,7 +95,7 @@ def _whole(folder: pathlib.Path) -> dict:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
-@pytest.mark.parametrize("moment", ["measuring", "training"])
+@pytest.mark.parametrize("moment", ["starting", "measuring", "training"])
 def test_a_signal_leaves_a_whole_report(running, moment, number, code):
     getattr(running, moment)()
     running.process.send_signal(number)
