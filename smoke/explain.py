@@ -22,9 +22,8 @@ class Text:
 CHECKS: dict[str, Text] = {
     "preflight": Text(
         proves="The live model and batches have the sizes that the recipe and the kernels take.",
-        measures="Sizes of every quantized leaf, the padded rows of every expert, the width of the rope table and "
-        "the number of tokens are read from the built model and the real batch, not from the "
-        "configuration.",
+        measures="Sizes of every quantized leaf, the rows and width of the rope table and the number of tokens are "
+        "read from the built model and the real batches, not from the configuration.",
         limit="Exact. The multiples are those of Transformer Engine's own gates for the recipe; the rope table "
         "must be as wide as the rotated columns and as long as the largest position.",
         red="The row names the module, its size and the multiple. If the plan accepted the configuration, a "
@@ -34,19 +33,21 @@ CHECKS: dict[str, Text] = {
     "coverage": Text(
         proves="Exactly the GEMMs that the policy names ran quantized, and no others, in the first pass and in "
         "every replay of a recomputed region.",
-        measures="Each of the three GEMMs of each leaf (output, grad_input, grad_weight) counts its quantized and "
-        "its BF16 calls, replays apart. Planned and counted rows are compared.",
-        limit="Exact: a planned GEMM with a BF16 call, or without any call, is red; so is an unplanned quantized one.",
+        measures="Each of the three GEMMs of each leaf (output, grad_input, grad_weight) counts its quantized calls, "
+        "replays apart; the output GEMM also counts its calls in BF16. Planned and counted rows are compared.",
+        limit="Exact: a planned GEMM with a BF16 call, or without any call, is red; so is an unplanned quantized one, "
+        "and a leaf that was to stay in BF16 and never ran.",
         red="No quantized call at all: conversion matched nothing, see the precision plug-in. BF16 calls in "
         "the replay only: the recompute runs outside the quantization context. An unexpected row: a "
         "pattern reached the head or the router; see --policy.keep_bf16.",
     ),
     "quantizer": Text(
-        proves="The quantizers this run uses give the codes and scales of the recipe, bit for bit.",
-        measures="Known-answer blocks (zero, subnormal, just saturating, infinity, NaN, ties, padding rows) go "
-        "through the live recipe's own quantizers, in both directions; codes and scales are compared with "
-        "stored answers.",
-        limit="Exact: no mismatch. The answers come from independent oracles and hand-computed blocks.",
+        proves="The quantizers this run uses give the values and factors of the recipe, bit for bit.",
+        measures="Hand-computed blocks (rows of zeros, subnormals, just saturating, ties, small beside large, NaN in "
+        "the block formats, given random bits) go through the quantizers of the plug-in and of every leaf, in both "
+        "directions, on the run's device; the operands that are multiplied are compared with stored answers. The "
+        "update of the amax history is tested in the test suite, not here.",
+        limit="Exact: no mismatch.",
         red="The case names the rule: scale rounded down in place of up, E5M2 gradients where E4M3 is due, a "
         "division by the zero amax of a padding row, a cast that does not saturate. Fix the quantizer; do "
         "not touch the answers.",
@@ -69,10 +70,12 @@ CHECKS: dict[str, Text] = {
         "and no farther: on every parameter and on every named slice (head, latent and rope rows, expert).",
         measures="Every --check.gradient_parity_every steps, from the first step whose scales are set (step 0, with "
         "delayed scaling later), a BF16 twin on the same weights and batch gives reference gradients; once "
-        "with the run's expert choices replayed, once with routing free. Relative error norm(g - g_ref) / "
+        "with the run's expert choices replayed and, the first time, once with routing free. Error norm(g - g_ref) / "
         "norm(g_ref) and cosine, in float64.",
-        limit="Four numbers of the recipe table: the largest error of a whole parameter, of a slice, and of all "
-        "gradients together with routing free; and the least median over quantized parameters.",
+        limit="Five numbers of the recipe table, measured over seeds and layouts: the largest typical error of a "
+        "parameter and of a slice (the lower median of its steps, because a gradient that nearly cancels in one step "
+        "is far off without a fault), the largest and the least median over the parameters of one step, and the "
+        "error of all gradients together with routing free.",
         red="One slice red, whole parameter green: look at that slice's path (a head mask, shared rope rows). "
         "All gradients behind one module red: that module's grad_input. Only the routing-free number red: "
         "many experts flipped, look at what feeds the router. Run quantizer and absorbed_parity first: "
@@ -81,8 +84,9 @@ CHECKS: dict[str, Text] = {
     "quantization_engaged": Text(
         proves="Quantization really happened: quantized gradients differ from BF16 ones at least as much as the "
         "recipe must make them differ.",
-        measures="The same rows as gradient_parity, read from the other side: relative error of every parameter "
-        "whose leaf is quantized.",
+        measures="The same rows as gradient_parity, read from the other side: the largest relative error over the "
+        "steps of every parameter whose leaf is quantized. A BF16 leaf behind quantized ones has an error too, so "
+        "this check is coarse: coverage says which leaf ran how.",
         limit="The lower limit of the recipe table (gradient_error_min), for every quantized parameter: well "
         "under the errors seen and well above what equal numbers give.",
         red="The leaf ran in BF16 although the report says otherwise, or weights and gradients were quantized "
@@ -92,8 +96,8 @@ CHECKS: dict[str, Text] = {
     "absorbed_parity": Text(
         proves="Absorbed attention (queries meet the latent) and plain attention (keys and values expanded per "
         "head) are the same function of the same weights, forward and backward.",
-        measures="The live model's weights, loaded into both forms in float64, on a real batch: outputs and "
-        "gradients of each parameter, by relative norm.",
+        measures="The live model's weights, loaded into both forms in float64, on a real batch: logits, "
+        "those of the prediction module, and the gradient of each parameter, by relative norm.",
         limit="1e-9 relative, in float64: rounding over the depth of the model stays far below, and errors of "
         "layout or of a missing factor are many orders of magnitude larger.",
         red="The tensor named first in the table is closest to the cause. Typical: K and V rows of "
@@ -101,14 +105,14 @@ CHECKS: dict[str, Text] = {
         "from the latent's width, or a weight read from storage that a converted leaf has laid out anew.",
     ),
     "packed_parity": Text(
-        proves="Packed sequences are computed as if each were alone: attention, positions, routing loss and "
-        "labels do not cross an edge.",
-        measures="A packed batch against its sequences run one by one in float64: outputs and gradients. Then "
-        "sequence A is changed, and sequence B is compared with what it was.",
+        proves="Packed sequences are computed as if each were alone: attention, positions and routing "
+        "do not cross an edge.",
+        measures="A packed batch against its sequences run one by one in float64: logits of each sequence, and "
+        "gradients of a sum over all of them. Then one sequence is changed, and all others are compared with what "
+        "they were.",
         limit="1e-9 relative in float64 for the first; exact for the second: not one bit of B may change.",
         red="Leak red: the attention mask or the gather crosses an edge. Leak green, outputs red from the "
-        "second sequence on: positions are not restarted, or restarted in the wrong place. Only the "
-        "auxiliary loss red: its mean runs over the pack in place of the sequence.",
+        "second sequence on: positions are not restarted, or restarted in the wrong place.",
     ),
     "finite": Text(
         proves="No NaN and no infinity appeared in losses, activations, gradients or weights.",
@@ -138,15 +142,14 @@ CHECKS: dict[str, Text] = {
         "where that is larger. The mean of the last five losses is below that of the first five. At least "
         "one step differs.",
         red="Gap red while gradient_parity is green: a state across steps (amax history, weight cache, "
-        "optimizer masters). Loss not falling in both runs: the learning rate or the data. Off by a "
-        "factor: the loss is divided by the accumulation count before it is logged.",
+        "optimizer masters). Loss not falling in both runs: the learning rate or the data.",
     ),
     "memory": Text(
         proves="Recompute frees what it promises: bytes held between forward and backward fall by the discarded "
         "tensors.",
         measures="Autograd's saved tensors are counted by distinct storage at the end of forward, without and with "
         "recompute; for each region the discarded, the released and the newly held bytes.",
-        limit="Exact: the bytes computed from the run without recompute, region by region.",
+        limit="Exact: the bytes predicted from the run without recompute; every call of a region is replayed.",
         red="Outputs not released: a consumer saved a copy (a cast, contiguous, a padded tensor) in place of "
         "the output itself. More held than before: the region's inputs were free without recompute. Look "
         "at the region named.",
@@ -165,8 +168,8 @@ CHECKS: dict[str, Text] = {
     "determinism": Text(
         proves="The same steps from the same snapshot give the same bits again: the ground on which "
         "recompute_parity stands.",
-        measures="One trajectory of --check.parity_steps steps run twice from one snapshot, without recompute, with "
-        "deterministic algorithms.",
+        measures="One trajectory of --check.parity_steps steps run twice from one snapshot, with the recompute asked "
+        "for and deterministic algorithms.",
         limit="Exact: zero differing bits.",
         red="The first difference names step and parameter. An operation adds atomically, a random state is "
         "not part of the snapshot (stochastic rounding draws in backward), or a buffer keeps state between "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from smoke.config import TrainConfig
 from smoke.module import MasterAdamW, make_optimizer
 
 TRAIN = TrainConfig(learning_rate=3e-3, weight_decay=0.2)
-OPTIONS = {"lr": 3e-3, "betas": (TRAIN.adam_beta1, TRAIN.adam_beta2), "eps": TRAIN.adam_eps}
+OPTIONS: dict[str, Any] = {"lr": 3e-3, "betas": (TRAIN.adam_beta1, TRAIN.adam_beta2), "eps": TRAIN.adam_eps}
 SHAPES = ((5, 7), (7,), (3, 2, 4))
 
 

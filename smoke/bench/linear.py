@@ -14,14 +14,17 @@ import importlib.util
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from smoke.config import PolicyConfig
 from smoke.environment import cpu_flags
 from smoke.kernels.support import stock_bf16
 from smoke.model.linear import Linear
-from smoke.precision.emulated import QuantizedLinear, Quantizers, Runtime
+from smoke.precision.emulated import Runtime
+from smoke.precision.plugin import EmulatedPrecision
 from smoke.precision.recipe import RECIPES
 
 
@@ -53,9 +56,11 @@ def leaf_step(leaf: Linear, x_TI: Tensor, dy_TO: Tensor, runtime: Runtime | None
 
 
 def quantized(leaf: Linear, name: str) -> tuple[Linear, Runtime]:
-    """The emulated leaf of a recipe; delayed scaling runs with the scales of current scaling's amaxes."""
-    runtime, recipe = Runtime(), RECIPES[name]
-    return QuantizedLinear(leaf, Quantizers(runtime, "linear", **recipe.specs())), runtime
+    """The emulated leaf of a recipe over the same Parameter, and the runtime whose autocast it runs in."""
+    plugin = EmulatedPrecision(RECIPES[name], PolicyConfig(), num_layers=1)
+    holder = torch.nn.ModuleDict({"linear": leaf})
+    plugin.convert_module(holder)
+    return cast("Linear", holder["linear"]), plugin.runtime
 
 
 def torchao_step(leaf: Linear, x_TI: Tensor, dy_TO: Tensor) -> Callable[[], None] | None:
@@ -94,7 +99,7 @@ def main() -> None:
     base = milliseconds(leaf_step(leaf, x_TI, dy_TO), options.repeats)
     print(f"{'bf16':16}{base:10.1f} ms")
     times = {}
-    for name in ("fp8-tensorwise", "fp8-blockwise", "mxfp8", "nvfp4"):
+    for name in ("fp8-delayed", "fp8-tensorwise", "fp8-blockwise", "mxfp8", "nvfp4"):
         emulated, runtime = quantized(leaf, name)
         times[name] = milliseconds(leaf_step(emulated, x_TI, dy_TO, runtime), options.repeats)
         print(f"{name:16}{times[name]:10.1f} ms {times[name] / base:6.2f} x bf16")

@@ -135,7 +135,7 @@ def test_callbacks_change_no_bit(precision, layout):
         watched = _session(precision, layout, check=check)
         callbacks = watch(watched, rows.append)
         around = callbacks.callbacks
-        callbacks.callbacks = lambda: [kept, *around()]  # type: ignore[method-assign]
+        callbacks.callbacks = lambda: [kept, *around()]
         fit(watched, callbacks, record)
         plain = _with_trainer(_session(precision, layout))
     _assert_same_training(kept, plain)
