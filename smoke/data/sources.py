@@ -84,6 +84,8 @@ def _check_file(data: DataConfig, name: str) -> None:
     try:
         if path.is_dir():
             raise _refusal(data, "is a directory", "name one file in it")
+        if path.exists() and not path.is_file():
+            raise _refusal(data, "is a device, a pipe or a socket", "name a regular file")
         if not path.is_file():
             siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
             close = difflib.get_close_matches(path.name, siblings, n=1)
@@ -144,7 +146,7 @@ def _prose(data: DataConfig) -> list[str]:
 
 
 def _parquet(data: DataConfig, name: str) -> list[str]:
-    with _reading(data, "a Parquet file") as (datasets, folder):
+    with _reading(data, "Parquet") as (datasets, folder):
         dataset = datasets.Dataset.from_parquet(_link(folder, name), cache_dir=folder, streaming=True)
         kinds = {column: getattr(feature, "dtype", "nested") for column, feature in dataset.features.items()}
         legal = [column for column, kind in kinds.items() if "string" in kind]

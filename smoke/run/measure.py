@@ -148,7 +148,7 @@ def memory_rows(session: Session, on: MemoryCount, off: MemoryCount) -> list[Mem
 
 def absorbed_twins(session: Session) -> list[TwinRow]:
     """Absorbed and plain attention of the same weights, in float64: logits, MTP logits and every gradient."""
-    batch = _few_tokens(session.batches[0])
+    batch = _varied(session, _few_tokens(session.batches[0]))
     absorbed, plain = (_float64(session, batch, form) for form in ("absorbed", "plain"))
     return [_twin_row("absorbed", name, absorbed, plain) for name in sorted(absorbed.keys() | plain.keys())]
 
@@ -159,7 +159,7 @@ def packed_twins(session: Session) -> list[TwinRow]:
     Logits are compared for each sequence, gradients as the sum over the sequences. The leak is the difference, exactly
     zero when there is none, of all other sequences' logits after every token of one sequence was changed.
     """
-    batch, form = session.batches[0], session.plan.config.model.attention_form
+    batch, form = _varied(session, session.batches[0]), session.plan.config.model.attention_form
     edges = batch["cu_seqlens"].tolist()
     spans = list(zip(edges, edges[1:], strict=False))
     packed = _float64(session, batch, form)
@@ -210,6 +210,17 @@ def _few_tokens(batch: Batch) -> Batch:
     if "cu_seqlens" in batch:
         return batch
     return {key: value[:1] for key, value in batch.items()}
+
+
+def _varied(session: Session, batch: Batch) -> Batch:
+    """The same sequences with tokens drawn over the whole vocabulary.
+
+    In a stretch of equal tokens all values are equal: queries and keys get a gradient of zero, and rounding would be
+    compared with rounding.
+    """
+    generator, tokens = torch.Generator().manual_seed(0), batch["tokens"]
+    drawn = torch.randint(session.plan.config.model.vocab_size, tokens.shape, generator=generator).to(tokens.device)
+    return {**batch, "tokens": drawn, "labels": torch.where(batch["labels"] < 0, batch["labels"], drawn.roll(-1, -1))}
 
 
 def _float64_model(session: Session, form: str) -> tuple[DeepseekV3, dict[str, Tensor]]:

@@ -83,9 +83,15 @@ def _refuse_idle_attention(plan: Plan, number: int, batch: Batch) -> None:
     """A batch needs, for each head, a label behind a token that attends to another one.
 
     Without it the loss is 0/0, or queries get a gradient of zero, through no fault of the recipe. Only packs of very
-    short sequences have none.
+    short sequences have none. The same goes for a batch of one token repeated: all values are alike.
     """
     config, positions_T = plan.config, batch["positions"].flatten()
+    first = int(batch["tokens"].flatten()[0])
+    if bool((batch["tokens"] == first).all()):
+        raise DataError(
+            f"--data.source {config.data.source}: every token of batch {number} is {first}, so attention has "
+            "nothing to choose from; use real text, or --data.source generated"
+        )
     labels_T = batch["labels"].flatten()
     labels = {"next-token": labels_T}
     if config.model.num_nextn_predict_layers:

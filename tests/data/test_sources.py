@@ -131,6 +131,7 @@ def test_unknown_source_names_the_nearest():
 def test_files_that_are_no_files(kind, write, tmp_path):
     write("text", "x", name="corpus.txt")
     assert "no such file" in refusal(f"{kind}:/missing")
+    assert "is a device, a pipe or a socket" in refusal(f"{kind}:/dev/null")
     assert f"did you mean {tmp_path}/corpus.txt?" in refusal(f"{kind}:{tmp_path}/corpsu.txt")
     assert "is a directory" in refusal(f"{kind}:{tmp_path}")
     assert "no file is named" in refusal(f"{kind}:")

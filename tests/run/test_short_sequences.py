@@ -45,6 +45,26 @@ def test_short_texts_are_refused_whatever_the_sequence_length(tmp_path):
     assert load("sbhd", 4, 64, source=f"jsonl:{file}") == 4
 
 
+def test_one_token_repeated_is_refused(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("x" * 20_000, encoding="utf-8")
+    with pytest.raises(DataError, match="every token of batch 0 is 120"):
+        load("sbhd", 4, 64, source=f"text:{file}")
+
+
+def test_the_twin_forms_do_not_depend_on_the_data(monkeypatch):
+    """Rows of equal tokens have gradients of zero in attention; the parity checks bring tokens of their own."""
+    from smoke.run import measure, session
+
+    plan = resolve(small_config(precision="bf16", layout="thd"), detect())
+    data, batches = session.load_data(plan)
+    batches[0]["tokens"].fill_(120)
+    built = session.build(plan, data, batches)
+    rows = [*measure.absorbed_twins(built), *measure.packed_twins(built)]
+    assert {row.kind for row in rows} == {"absorbed", "packed", "packed_leak"}
+    assert max(row.relative_error for row in rows) < 1e-9
+
+
 @pytest.mark.parametrize(("layout", "rows", "length", "mtp"), [("sbhd", 1, 3, 1), ("sbhd", 1, 2, 0), ("thd", 4, 8, 1)])
 def test_the_shortest_legal_ones_load(layout, rows, length, mtp):
     assert load(layout, rows, length, mtp) == 4
