@@ -19,6 +19,7 @@ from smoke.kernels.quantize.known import known_answers, mismatches
 from smoke.model.deepseek import DeepseekV3
 from smoke.model.ledger import Ledger
 from smoke.model.recompute import DISCARDING, SavedTensorError
+from smoke.model.routing import record_routing, replay_routing
 from smoke.module import Batch
 from smoke.numerics import relative_norm
 from smoke.precision.plugin import leaves_of, live_specs
@@ -157,12 +158,14 @@ def packed_twins(session: Session) -> list[TwinRow]:
     """A packed batch against its sequences alone, in float64, and what a changed sequence leaks into the others.
 
     Logits are compared for each sequence, gradients as the sum over the sequences. The leak is the difference, exactly
-    zero when there is none, of all other sequences' logits after every token of one sequence was changed.
+    zero when there is none, of all other sequences' logits after every token of one sequence was changed. The expert
+    choices stay as they were, so that each expert multiplies as many rows as before and rounds as before.
     """
     batch, form = _varied(session, session.batches[0]), session.plan.config.model.attention_form
     edges = batch["cu_seqlens"].tolist()
     spans = list(zip(edges, edges[1:], strict=False))
-    packed = _float64(session, batch, form)
+    with record_routing() as routing:
+        packed = _float64(session, batch, form)
     rows = []
     total = {name: torch.zeros_like(value) for name, value in packed.items() if name not in LOGITS}
     for index, (start, stop) in enumerate(spans):
@@ -176,7 +179,8 @@ def packed_twins(session: Session) -> list[TwinRow]:
             total[name] += found[name]
     rows += [_twin_row("packed", name, packed, total) for name in total]
     for index in sorted({0, len(spans) // 2}):
-        rows += _leaks(session, batch, form, packed, index, spans[index])
+        with replay_routing(routing):
+            rows += _leaks(session, batch, form, packed, index, spans[index])
     return rows
 
 

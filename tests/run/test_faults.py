@@ -127,3 +127,34 @@ def test_random_draws_that_differ_between_two_runs(run, monkeypatch):
     assert {"determinism", "recompute_parity"} <= red(report)
     assert finding(report, "recompute_parity")["status"] == "ERROR"
     assert report["exit_code"] == 3
+
+
+def test_attention_that_crosses_a_sequence_edge(run, monkeypatch):
+    """Packed attention that takes the whole pack for one sequence, positions restarted or not."""
+    from smoke.model.attention import Sequences
+
+    original = Sequences.of
+
+    def one_sequence(batch, layout):
+        if layout == "thd" and batch["tokens"].numel() > 200:
+            edges = batch["cu_seqlens"]
+            batch = {**batch, "cu_seqlens": torch.stack([edges[0], edges[-1]])}
+        return original(batch, layout)
+
+    monkeypatch.setattr(Sequences, "of", staticmethod(one_sequence))
+    report = run(precision="bf16", recompute=(), layout="thd")
+    assert "packed_parity" in red(report)
+    assert finding(report, "packed_parity")["detail"] == "a sequence sees another one"
+
+
+def test_leaf_that_never_runs_is_not_covered(run, monkeypatch):
+    """The bf16 run whose experts are left out: coverage has no quantized GEMM to judge, and is red all the same."""
+    from smoke.model.moe import MoELayer
+
+    def shared_experts_only(layer, x_TH, sequences):
+        return layer.shared_experts(x_TH), x_TH.new_zeros((), dtype=torch.float32)
+
+    monkeypatch.setattr(MoELayer, "forward", shared_experts_only)
+    report = run(precision="bf16", recompute=())
+    assert "coverage" in red(report)
+    assert "experts" in finding(report, "coverage")["where"] or "router" in finding(report, "coverage")["where"]
