@@ -225,6 +225,8 @@ class Record:
     finite: list[FiniteRow] = field(default_factory=list)
     finite_looked: int = 0
     """Tensors that the finite callback looked at."""
+    finite_kinds: tuple[str, ...] = ()
+    """Kinds of those tensors, as in ``FiniteRow.kind``."""
     finite_steps: int = 0
     """Optimizer steps in which it looked at all of them."""
     presence: list[PresenceRow] = field(default_factory=list)

@@ -117,11 +117,14 @@ def follow(
     An error of ``expected_errors`` ends the trajectory and is kept as its ``error``; any other is raised.
     """
     trajectory = Trajectory()
+    counters: dict[str, Tensor] = {}
 
     def keep_gradients() -> None:
         trajectory.gradients.append(
             {name: p.grad.detach().clone() for name, p in module.named_parameters() if p.grad is not None}
         )
+        # A counter (the routers' load) is read and cleared by the update: afterwards no difference is left in it.
+        counters.update((f"{name} before the update", b.detach().clone()) for name, b in module.named_buffers())
 
     for batch in batches:
         try:
@@ -130,7 +133,7 @@ def follow(
             trajectory.error = f"{type(error).__name__}: {error}"
             break
         trajectory.losses.append(loss.detach().clone())
-        trajectory.states.append({name: t.detach().clone() for name, t in _tensors(module).items()})
+        trajectory.states.append({name: t.detach().clone() for name, t in _tensors(module).items()} | counters)
     return trajectory
 
 

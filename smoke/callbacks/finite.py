@@ -33,6 +33,8 @@ class FiniteMeter:
     def __init__(self) -> None:
         self.rows: list[FiniteRow] = []
         self.looked = 0
+        self.kinds: set[str] = set()
+        """Kinds of tensors looked at so far."""
         self._entries: list[tuple[str, str, Tensor | None]] = []
         self._extremes: list[Tensor] = []
 
@@ -40,6 +42,7 @@ class FiniteMeter:
     def look(self, kind: str, name: str, tensor: Tensor, *, keep: bool) -> None:
         """Note one tensor. ``keep`` holds it until ``flush``, which can then count its elements."""
         if tensor.dtype in _LOOKED_AT and tensor.numel():
+            self.kinds.add(kind)
             self._entries.append((kind, name, tensor.detach() if keep else None))
             self._extremes += torch.aminmax(tensor.detach())
 
@@ -162,8 +165,10 @@ class Finite(lightning.Callback):
         self._handles, self._watching = [], False
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": rows_to_state(self.rows), "looked": self.looked, "steps": self.steps}
+        counts = {"looked": self.looked, "kinds": sorted(self.meter.kinds), "steps": self.steps}
+        return {"rows": rows_to_state(self.rows), **counts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.meter.rows = [FiniteRow(**row) for row in state_dict["rows"]]
+        self.meter.kinds = set(state_dict["kinds"])
         self.meter.looked, self.steps = state_dict["looked"], state_dict["steps"]

@@ -32,7 +32,7 @@ def gradient_parity(record: Record, plan: Any, limits: Any) -> Finding:
     replayed = [row for row in rows if row.routing == "replayed"]
     whole, slices = [r for r in replayed if not r.slice], [r for r in replayed if r.slice]
     free = [row for row in rows if row.routing == "free" and not row.slice]
-    problem = _unmeasured(whole, slices, free, plan, limits)
+    problem = _unmeasured(record, whole, slices, free, plan, limits)
     if problem:
         return unable(name, problem)
     broken = next((row for row in rows if not _usable(row)), None)
@@ -51,7 +51,12 @@ def gradient_parity(record: Record, plan: Any, limits: Any) -> Finding:
 
 
 def _unmeasured(
-    whole: Sequence[GradientRow], slices: Sequence[GradientRow], free: Sequence[GradientRow], plan: Any, limits: Any
+    record: Record,
+    whole: Sequence[GradientRow],
+    slices: Sequence[GradientRow],
+    free: Sequence[GradientRow],
+    plan: Any,
+    limits: Any,
 ) -> str:
     """Why the rows do not suffice; empty when they do."""
     for rows, what in ((whole, "parameter"), (slices, "slice"), (free, "parameter with routing free")):
@@ -61,6 +66,11 @@ def _unmeasured(
     for step in range(plan.recipe.warmup_steps, plan.config.steps, plan.config.check.gradient_parity_every):
         if step not in steps:
             return f"no comparison at step {step}"
+    names = {row.parameter for row in record.presence} | {row.parameter for row in whole}
+    for step in sorted(steps):
+        missing = sorted(names - {row.parameter for row in whole if row.step == step})
+        if missing:
+            return f"{missing[0]} was not compared at step {step}"
     for field in UPPER:
         if getattr(limits, field) is None:
             return f"the recipe has no {field}"

@@ -8,6 +8,8 @@ from typing import Any
 from smoke.checks.finding import Finding, failed, number, passed, unable, worst
 from smoke.record import Record
 
+FINITE_KINDS = ("loss", "input", "output_gradient", "gradient", "weight")
+"""What has to be looked at: inputs and output gradients of the leaves are where a cast can still hide a NaN."""
 TWIN_ERROR_MAX = 1e-9
 """In float64 two mathematically equal forms differ by rounding alone, about 1e-13 over these depths."""
 
@@ -28,6 +30,9 @@ def quantizer(record: Record, plan: Any, limits: Any) -> Finding:
 
 def absorbed_parity(record: Record, plan: Any, limits: Any) -> Finding:
     """The absorbed form of attention against the plain form of the same weights, in float64."""
+    rows = [row for row in record.twins if row.kind == "absorbed"]
+    if rows and not any(row.relative_error for row in rows):
+        return unable("absorbed_parity", "both forms gave the same bits everywhere: one form ran twice")
     return _twins("absorbed_parity", record, "absorbed")
 
 
@@ -70,6 +75,9 @@ def finite(record: Record, plan: Any, limits: Any) -> Finding:
                 return failed(name, str(value), limit, f"step {step.step} {what}")
     if not record.steps or record.finite_looked < 1:
         return unable(name, f"measured nothing: {len(record.steps)} steps, {record.finite_looked} tensors looked at")
+    missing = [kind for kind in FINITE_KINDS if kind not in record.finite_kinds]
+    if missing:
+        return unable(name, f"looked at no {missing[0]}")
     if record.finite_steps < len(record.steps):
         return unable(name, f"looked at {record.finite_steps} of {len(record.steps)} steps")
     return passed(name, f"{record.finite_looked:,} tensors in {record.finite_steps} steps", limit)

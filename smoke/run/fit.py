@@ -61,7 +61,7 @@ class Watch:
     def collect(self, record: Record) -> None:
         record.gradients, record.coverage = list(self.gradients.rows), list(self.coverage.rows)
         record.finite, record.finite_looked = list(self.finite.rows), self.finite.looked
-        record.finite_steps = self.finite.steps
+        record.finite_steps, record.finite_kinds = self.finite.steps, tuple(sorted(self.finite.meter.kinds))
         record.presence, record.throughput = self.presence.rows(), self.throughput.summary()
         record.tokens, record.mean_loss = self.loss.tokens(), self.loss.mean_loss()
 

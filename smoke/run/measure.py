@@ -20,7 +20,7 @@ from smoke.model.deepseek import DeepseekV3
 from smoke.model.ledger import Ledger
 from smoke.model.recompute import DISCARDING, SavedTensorError
 from smoke.model.routing import record_routing, replay_routing
-from smoke.module import Batch
+from smoke.module import IGNORED_LABEL, Batch
 from smoke.numerics import relative_norm
 from smoke.precision.plugin import leaves_of, live_specs
 from smoke.record import BitRow, MemoryRow, PreflightRow, QuantizerRow, TwinRow
@@ -73,9 +73,31 @@ def preflight_rows(session: Session) -> list[PreflightRow]:
         longest = int(batch["positions"].max()) + 1
         cos_PR, _ = session.model.rope_tables(batch["positions"].flatten())
         rows.append(_row(f"batch {index}", "rope table rows", cos_PR.shape[0], "at_least", longest))
+        wrong = misplaced(batch)
+        rows.append(_row(f"batch {index}", "tokens at a wrong position", wrong[0], "equal", 0))
+        rows.append(_row(f"batch {index}", "labels that are not the next token", wrong[1], "equal", 0))
     width = session.plan.config.model.qk_rope_head_dim // 2
     rows.append(_row("rope table", "columns", cos_PR.shape[-1], "equal", width))
     return rows
+
+
+def misplaced(batch: Batch) -> tuple[int, int]:
+    """Tokens whose position does not count from their sequence's start; labels that are not its next token.
+
+    Ignored labels are right anywhere, and needed at a packed sequence's end; a row's last label is beyond the row.
+    """
+    tokens, labels, positions = batch["tokens"], batch["labels"], batch["positions"]
+    place = torch.arange(tokens.shape[-1], device=tokens.device)
+    last = place == place[-1]
+    if "cu_seqlens" in batch:
+        edges = batch["cu_seqlens"].long()
+        last[edges[1:] - 1] = True
+        place = place - torch.repeat_interleave(edges[:-1], edges.diff())
+        wrong_end = last & (labels != IGNORED_LABEL)
+    else:
+        wrong_end = torch.zeros_like(last)
+    wrong = ~last & (labels != tokens.roll(-1, -1)) & (labels != IGNORED_LABEL) | wrong_end
+    return int((positions != place).sum()), int(wrong.sum())
 
 
 def _row(name: str, quantity: str, value: int, rule: str, required: int) -> PreflightRow:
@@ -169,7 +191,8 @@ def packed_twins(session: Session) -> list[TwinRow]:
     rows = []
     total = {name: torch.zeros_like(value) for name, value in packed.items() if name not in LOGITS}
     for index, (start, stop) in enumerate(spans):
-        alone = {key: batch[key][start:stop] for key in ("tokens", "labels", "positions")}
+        alone = {key: batch[key][start:stop] for key in ("tokens", "labels")}
+        alone["positions"] = torch.arange(stop - start, device=batch["positions"].device)
         alone["cu_seqlens"] = batch["cu_seqlens"].new_tensor([0, stop - start])
         found = _float64(session, alone, form)
         for name in LOGITS & packed.keys():

@@ -97,6 +97,7 @@ def _gradients() -> list[GradientRow]:
             ("a.weight", True, 0.05),
             ("b.weight", True, 0.04),
             ("norm.weight", False, 0.03),
+            ("experts.weight3", True, 0.05),
         ):
             for part in ("", "head 0", "head 1") if name == "a.weight" else ("",):
                 rows.append(
@@ -166,6 +167,7 @@ def make_record() -> Record:
         ],
         finite_looked=100,
         finite_steps=STEPS,
+        finite_kinds=("gradient", "input", "loss", "output_gradient", "weight"),
         presence=[
             PresenceRow(parameter="a.weight", present_steps=10, nonzero_steps=10, steps=10, may_be_zero=False),
             PresenceRow(parameter="experts.weight3", present_steps=0, nonzero_steps=0, steps=0, may_be_zero=True),

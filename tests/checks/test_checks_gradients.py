@@ -155,3 +155,13 @@ def test_presence_that_looked_at_nothing(case):
     assert case.only_red("ERROR", "gradient_presence").where == "experts.weight3"
     case.record.presence = case.record.presence[1:]
     case.only_red("ERROR", "gradient_presence")
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_a_parameter_that_was_not_compared_is_an_error(case, step):
+    """In one step, or never although the run has it: the presence rows name all parameters."""
+    rows = case.record.gradients
+    case.record.gradients = [row for row in rows if (row.step, row.parameter) != (step, "experts.weight3")]
+    assert case.only_red("ERROR", "gradient_parity").detail == f"experts.weight3 was not compared at step {step}"
+    case.record.gradients = [row for row in rows if row.parameter != "experts.weight3"]
+    assert case.only_red("ERROR", "gradient_parity").detail == "experts.weight3 was not compared at step 0"

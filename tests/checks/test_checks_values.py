@@ -38,6 +38,11 @@ def test_the_worst_tensor_is_named_and_nan_is_worst(case):
     assert (finding.where, finding.detail) == ("grad a", "2 of 3 tensors over")
 
 
+def test_one_form_that_ran_twice_is_an_error(case):
+    case.spoil("twins", {"kind": "absorbed"}, relative_error=0.0)
+    assert "one form ran twice" in case.only_red("ERROR", "absorbed_parity").detail
+
+
 @pytest.mark.parametrize("error", [1e-300, math.nan])
 def test_a_leak_of_one_bit_is_red(case, error):
     case.record.twins.append(TwinRow(kind="packed_leak", tensor="sequence 1", relative_error=error))
@@ -60,6 +65,12 @@ def test_offenders_are_named(case, kind):
     finding = case.only_red("FAIL", "finite")
     assert (finding.where, finding.measured) == (f"step 4 {kind} layers.1.weight", "2 NaN, 1 inf")
     assert "2 tensors" in finding.detail
+
+
+@pytest.mark.parametrize("kind", ["loss", "input", "output_gradient", "gradient", "weight"])
+def test_a_kind_of_tensor_that_nobody_looked_at(case, kind):
+    case.record.finite_kinds = tuple(k for k in case.record.finite_kinds if k != kind)
+    assert case.only_red("ERROR", "finite").detail == f"looked at no {kind}"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
