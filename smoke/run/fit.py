@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,10 @@ from torch import nn
 
 from smoke.callbacks import Coverage, Finite, GradientParity, GradientPresence, LossTracker, StepLog, Throughput
 from smoke.data.module import WORKERS_WARNING, batch_sha256
-from smoke.model.deepseek import DeepseekV3
 from smoke.model.linear import GroupedLinear, HeadwiseLinear, Linear
 from smoke.model.routing import RoutingTape, record_routing
 from smoke.record import Record, StepRow
+from smoke.run.idle import Idle
 from smoke.run.session import Session
 
 
@@ -87,7 +87,7 @@ def watch(session: Session, sink: Callable[[StepRow], None]) -> Watch:
             prefix="model.",
         ),
         finite=Finite(_leaves, prefix="model."),
-        presence=GradientPresence(_Idle(session), prefix="model."),
+        presence=GradientPresence(Idle(session), prefix="model."),
         log=StepLog(loss, throughput, sink),
         recorder=recorder,
     )
@@ -117,31 +117,6 @@ def fit(session: Session, watched: Watch, record: Record) -> None:
         finally:
             watched.recorder.stop()
             watched.collect(record)
-
-
-class _Idle:
-    """Parameters of which no gradient is expected: all of them in the recipe's warm-up, later the idle experts'."""
-
-    def __init__(self, session: Session):
-        self._session, self._step = session, 0
-
-    def __call__(self) -> Collection[str]:
-        self._step += 1
-        if self._step <= self._session.plan.recipe.warmup_steps:
-            return [name for name, _ in self._session.model.named_parameters()]
-        return idle_experts(self._session.model)
-
-
-def idle_experts(model: DeepseekV3) -> Collection[str]:
-    """Names of the expert weights that got no token since the last optimizer step."""
-    names = []
-    for name, layer in model.named_modules():
-        router, experts = getattr(layer, "router", None), getattr(layer, "experts", None)
-        if router is None or experts is None:
-            continue
-        for expert in (router.expert_load == 0).nonzero().flatten().tolist():
-            names += [f"{name}.experts.linear_fc{part}.weight{expert}" for part in (1, 2)]
-    return names
 
 
 def _leaves(module: nn.Module) -> dict[str, nn.Module]:
