@@ -47,9 +47,9 @@ def main(args: Sequence[str] | None = None, *, prog: str = "smoke") -> int:
     A run whose output nobody takes goes on to its report; a command that only prints has then failed, unless its
     reader left (``smoke env | head -1``).
     """
-    # Torch's threads wait by spinning. On cores that others use too that made a step ten times slower; a short spin
-    # costs nothing on free cores. Read when torch is imported, so it is set here, unless the user has set it.
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    # Torch's threads wait by spinning, which made a step ten times slower on cores that others use too. A third of the
+    # default spin costs nothing on free cores. It is read when torch is imported; what the user has set stays.
+    os.environ.setdefault("GOMP_SPINCOUNT", "100000")
     args = list(sys.argv[1:] if args is None else args)
     with lasting() as output:
         code = _command(args, prog)
