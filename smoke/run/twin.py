@@ -7,8 +7,12 @@ for all rows, since they depend on model, data and optimizer only.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +22,7 @@ from smoke.plan import Plan
 from smoke.run.session import bf16_plan, make_model, make_module
 from smoke.trajectories import untouched_random_states
 
+Job = Callable[[threading.Event | None], tuple[float, ...]]
 DRAWS = 2
 OTHER_SEED_STEPS = 10
 """The other seed is printed for scale and judged by nothing, so it runs just beyond the five steps left out."""
@@ -35,21 +40,50 @@ class TwinCurves:
 def twin_curves(plan: Plan, batches: list[Batch]) -> TwinCurves:
     """Train the twin four times over the run's batches: as it is, perturbed twice, and from another seed."""
     seed = plan.config.seed
+    jobs = [
+        partial(_losses, plan, batches, seed, None),
+        *(partial(_losses, plan, batches, seed, draw) for draw in range(DRAWS)),
+        partial(_losses, plan, batches[:OTHER_SEED_STEPS], seed + 1, None),
+    ]
     with untouched_random_states():
-        return TwinCurves(
-            twin=_losses(plan, batches, seed),
-            perturbed=tuple(_losses(plan, batches, seed, draw=draw) for draw in range(DRAWS)),
-            other_seed=_losses(plan, batches[:OTHER_SEED_STEPS], seed + 1),
-        )
+        twin, *perturbed, other_seed = _side_by_side(jobs) if plan.device == "cpu" else [job(None) for job in jobs]
+    return TwinCurves(twin=twin, perturbed=tuple(perturbed), other_seed=other_seed)
 
 
-def _losses(plan: Plan, batches: list[Batch], seed: int, draw: int | None = None) -> tuple[float, ...]:
+def _side_by_side(jobs: Sequence[Job]) -> list[tuple[float, ...]]:
+    """Run the trainings on the CPU in as many threads as torch has, each with one core.
+
+    Sizes are small: one core per training wastes less than sharing every product between cores. An exception in the
+    waiting thread (Ctrl-C too) stops the others at their next step.
+    """
+    threads, stop = torch.get_num_threads(), threading.Event()
+
+    def alone(job: Job) -> tuple[float, ...]:
+        torch.set_num_threads(1)  # of this thread
+        return job(stop)
+
+    with concurrent.futures.ThreadPoolExecutor(min(threads, len(jobs))) as pool:
+        try:
+            return list(pool.map(alone, jobs))
+        finally:
+            stop.set()
+            torch.set_num_threads(threads)
+
+
+def _losses(
+    plan: Plan, batches: list[Batch], seed: int, draw: int | None = None, stop: threading.Event | None = None
+) -> tuple[float, ...]:
     plan = bf16_plan(plan)
     module = make_module(plan, make_model(plan, None, seed=seed))
     optimizer = make_optimizer(module.model, plan.config.train)
     if draw is not None:
         _perturb([master for _, master in optimizer.pairs()], draw)
-    return tuple(float(train_step(module, optimizer, batch, contextlib.nullcontext)) for batch in batches)
+    losses = []
+    for batch in batches:
+        if stop is not None and stop.is_set():
+            break
+        losses.append(float(train_step(module, optimizer, batch, contextlib.nullcontext)))
+    return tuple(losses)
 
 
 @torch.no_grad()
