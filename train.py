@@ -3,6 +3,7 @@
 import sys
 
 from smoke.cli import main
+from smoke.process import own
 
 if __name__ == "__main__":
-    sys.exit(main(["run", *sys.argv[1:]], prog="train.py"))
+    own(lambda: main(["run", *sys.argv[1:]], prog="train.py"))

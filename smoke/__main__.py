@@ -1,7 +1,5 @@
 """``python -m smoke``: the command line without an installed console script."""
 
-import sys
+from smoke.cli import entry
 
-from smoke.cli import main
-
-sys.exit(main())
+entry()

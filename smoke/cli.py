@@ -8,14 +8,14 @@ traceback and ends in 3, never in the 1 that means "a required check failed".
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from smoke import __version__
 from smoke.output import lasting
+from smoke.process import own
 
 if TYPE_CHECKING:
     from smoke.environment import Environment
@@ -47,15 +47,17 @@ def main(args: Sequence[str] | None = None, *, prog: str = "smoke") -> int:
     A run whose output nobody takes goes on to its report; a command that only prints has then failed, unless its
     reader left (``smoke env | head -1``).
     """
-    # Torch's threads wait by spinning, which made a step ten times slower on cores that others use too. A third of the
-    # default spin costs nothing on free cores. It is read when torch is imported; what the user has set stays.
-    os.environ.setdefault("GOMP_SPINCOUNT", "100000")
     args = list(sys.argv[1:] if args is None else args)
     with lasting() as output:
         code = _command(args, prog)
         output.flush()
     lost = output.error is not None and not isinstance(output.error, BrokenPipeError)
     return CRASH if lost and code == 0 and args[:1] not in (["run"], ["matrix"]) else code
+
+
+def entry() -> NoReturn:
+    """The console command ``smoke``: a process of its own."""
+    own(main)
 
 
 def _command(args: list[str], prog: str) -> int:

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "smoke"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LEVELS = (
-    ("config", "environment", "numerics", "output", "record"),
+    ("config", "environment", "numerics", "output", "process", "record"),
     ("kernels",),
     ("data", "model"),
     ("precision", "interop", "callbacks", "trajectories", "module", "shapes", "rules"),

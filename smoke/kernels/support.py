@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -59,3 +60,27 @@ def product(
     if factor is not None:
         y_MN *= factor
     return y_MN.to(out_dtype)
+
+
+def grouped_product(
+    a_PK: Tensor,
+    b_KN: Sequence[Tensor],
+    rows: Sequence[int],
+    *,
+    factors: Sequence[Tensor | None] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``product`` of consecutive rows of a with a matrix each -> [P, N]; ``rows`` of each group sum to P."""
+    out_dtype = out_dtype or a_PK.dtype
+    factors = factors or [None] * len(rows)
+    wide_PK = widened(a_PK)
+    if wide_PK.dtype is not torch.float32:
+        groups = zip(a_PK.split(rows), b_KN, factors, strict=True)
+        parts = [product(a_nK, b, factor=f, out_dtype=out_dtype) for a_nK, b, f in groups]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+    y_PN = wide_PK.new_empty(a_PK.shape[0], b_KN[0].shape[1])
+    for a_nK, y_nN, b, factor in zip(wide_PK.split(rows), y_PN.split(rows), b_KN, factors, strict=True):
+        torch.mm(a_nK, b.float(), out=y_nN)
+        if factor is not None:
+            y_nN *= factor
+    return y_PN.to(out_dtype)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from smoke.kernels.support import product, widened
+from smoke.kernels.support import grouped_product, product, widened
 
 
 class _Product(torch.autograd.Function):
@@ -30,6 +30,25 @@ class _Product(torch.autograd.Function):
         dx_TI = product(wide_TO, w_OI, out_dtype=dy_TO.dtype) if ctx.needs_input_grad[0] else None
         dw_OI = product(wide_TO.mT, x_TI, out_dtype=w_OI.dtype) if ctx.needs_input_grad[1] else None
         return dx_TI, dw_OI
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """``_Product`` of consecutive rows with a weight each; saves x and the weights only."""
+
+    @staticmethod
+    def forward(ctx, x_PI: Tensor, rows: list[int], *w_OI: Tensor) -> Tensor:
+        ctx.rows = rows
+        ctx.save_for_backward(x_PI, *w_OI)
+        return grouped_product(x_PI, [w.mT for w in w_OI], rows)
+
+    @staticmethod
+    def backward(ctx, dy_PO: Tensor) -> tuple[Tensor | None, ...]:
+        x_PI, *w_OI = ctx.saved_tensors
+        wide_PO, wide_PI = widened(dy_PO), widened(x_PI)
+        dx_PI = grouped_product(wide_PO, w_OI, ctx.rows, out_dtype=dy_PO.dtype) if ctx.needs_input_grad[0] else None
+        groups = zip(wide_PO.split(ctx.rows), wide_PI.split(ctx.rows), w_OI, ctx.needs_input_grad[2:], strict=True)
+        dw_OI = [product(dy.mT, x, out_dtype=w.dtype) if needed else None for dy, x, w, needed in groups]
+        return dx_PI, None, *dw_OI
 
 
 class Linear(nn.Module):
@@ -70,13 +89,19 @@ class GroupedLinear(nn.Module):
         return [getattr(self, f"weight{group}") for group in range(self.num_groups)]
 
     def forward(self, x_TI: Tensor, rows: list[int]) -> Tensor:
-        """x [T, I], ``rows`` tokens of each group (sum T, zeros allowed) -> [T, O]."""
-        parts = [self.multiply(part_tI, group) for group, part_tI in enumerate(x_TI.split(rows)) if part_tI.shape[0]]
-        return torch.cat(parts) if parts else x_TI.new_empty(0, self.out_features)
+        """x [T, I], ``rows`` tokens of each group (sum T, zeros allowed) -> [T, O].
 
-    def multiply(self, x_tI: Tensor, group: int) -> Tensor:
-        """The product of one group; what a precision leaf overrides."""
-        return _Product.apply(x_tI, getattr(self, f"weight{group}"))
+        A group without tokens takes no part: its weight gets no gradient.
+        """
+        used = [group for group, count in enumerate(rows) if count]
+        if not used:
+            return x_TI.new_empty(0, self.out_features)
+        return self.multiply(x_TI, [rows[group] for group in used], used)
+
+    def multiply(self, x_TI: Tensor, rows: list[int], groups: list[int]) -> Tensor:
+        """The products of groups that have rows; what a precision leaf overrides."""
+        weights = self.weights()
+        return _GroupedProduct.apply(x_TI, rows, *(weights[group] for group in groups))
 
     def extra_repr(self) -> str:
         return f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"

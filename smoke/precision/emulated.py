@@ -16,20 +16,22 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from smoke.kernels.quantize.api import Operand, amax, both, operand
-from smoke.kernels.quantize.spec import Spec
-from smoke.kernels.support import product
+from smoke.kernels.quantize.api import Operand, amax, operand
+from smoke.kernels.quantize.spec import Direction, Spec
+from smoke.kernels.support import grouped_product, product, widened
 from smoke.model.linear import GroupedLinear, HeadwiseLinear, Linear
 from smoke.precision.delayed import DelayedState
 
 GEMMS = ("output", "grad_input", "grad_weight")
+Scales = Sequence[Tensor | None]
 
 
 @dataclass
@@ -102,10 +104,10 @@ class Runtime:
         self.backward_state.record(slot, amax(dy))
         return scale
 
-    def count(self, module: str, gemm: str, *, quantized: bool) -> None:
+    def count(self, module: str, gemm: str, calls: int = 1, *, quantized: bool) -> None:
         forward = "replay" if self.modes and self.modes[-1].replay else "forward"
         kind = forward if gemm == "output" else "backward"
-        self.calls[module, gemm, kind if quantized else f"bf16-{kind}"] += 1
+        self.calls[module, gemm, kind if quantized else f"bf16-{kind}"] += calls
 
 
 @dataclass(frozen=True)
@@ -121,50 +123,101 @@ class Quantizers:
     """Forward slots are 2 * slot (x) and 2 * slot + 1 (w); the backward slot is slot."""
 
 
+class _Operands(NamedTuple):
+    """Operands of consecutive groups of rows: all values [P, K] in one tensor, and a factor for each group."""
+
+    values: Tensor
+    factors: list[Tensor | None]
+
+
+def _operands(x_PK: Tensor, rows: Sequence[int], spec: Spec, direction: Direction, scales: Scales) -> _Operands:
+    """Quantize each group of rows for itself; in one go where no scale block touches two groups."""
+    if len(rows) > 1 and spec.scaling.separates(rows, direction):
+        return _Operands(operand(x_PK, spec, direction).values, [None] * len(rows))
+    groups = zip(x_PK.split(rows), scales, strict=True)
+    return _joined([operand(x_nK, spec, direction, scale=scale) for x_nK, scale in groups])
+
+
+def _both(x_PK: Tensor, rows: Sequence[int], spec: Spec, scales: Scales) -> tuple[_Operands, _Operands]:
+    """The row and the col operands; one and the same where the recipe has one code array or square blocks."""
+    row = _operands(x_PK, rows, spec, "row", scales)
+    return row, row if spec.scaling.symmetric else _operands(x_PK, rows, spec, "col", scales)
+
+
+def _weights(w_OI: Sequence[Tensor], spec: Spec, direction: Direction, scales: Scales) -> _Operands:
+    """The operands of one weight for each group, one below the other."""
+    joined = w_OI[0] if len(w_OI) == 1 else torch.cat(list(w_OI))
+    return _operands(joined, [w.shape[0] for w in w_OI], spec, direction, scales)
+
+
+def _joined(parts: list[Operand]) -> _Operands:
+    values = parts[0].values if len(parts) == 1 else torch.cat([part.values for part in parts])
+    return _Operands(values, [part.factor for part in parts])
+
+
+def _factors(a: _Operands, b: _Operands) -> list[Tensor | None]:
+    return [
+        None if left is None or right is None else left * right
+        for left, right in zip(a.factors, b.factors, strict=True)
+    ]
+
+
 class _QuantizedProduct(torch.autograd.Function):
-    """y = x w^T with quantized operands; saves (x or its col operand, w), as the BF16 leaf saves (x, w)."""
+    """y = x w^T for consecutive rows of x with a weight each, with quantized operands.
+
+    Saves x or its col operand, and the weights, as the BF16 leaf saves x and the weights.
+    """
 
     @staticmethod
-    def forward(ctx, x_TI: Tensor, w_OI: Tensor, q: Quantizers) -> Tensor:
-        runtime = q.runtime
-        ctx.q, ctx.keeps_input = q, runtime.keeps_input(x_TI)
-        ctx.x_scale, ctx.w_scale = runtime.forward_scale(2 * q.slot, x_TI), runtime.forward_scale(2 * q.slot + 1, w_OI)
+    def forward(ctx, x_PI: Tensor, rows: list[int], quantizers: list[Quantizers], *w_OI: Tensor) -> Tensor:
+        q = quantizers[0]
+        ctx.rows, ctx.quantizers, ctx.keeps_input = rows, quantizers, q.runtime.keeps_input(x_PI)
+        ctx.x_scales, ctx.w_scales = [], []
+        for group, x_nI, w in zip(quantizers, x_PI.split(rows), w_OI, strict=True):
+            ctx.x_scales.append(q.runtime.forward_scale(2 * group.slot, x_nI))
+            ctx.w_scales.append(q.runtime.forward_scale(2 * group.slot + 1, w))
         if ctx.keeps_input:
-            x_row, saved = operand(x_TI, q.x, "row", scale=ctx.x_scale), x_TI
+            x_row, saved = _operands(x_PI, rows, q.x, "row", ctx.x_scales), x_PI
         else:
-            x_row, x_col = both(x_TI, q.x, scale=ctx.x_scale)
-            saved, ctx.x_factor = x_col.values, x_col.factor
-        w_row = operand(w_OI, q.w, "row", scale=ctx.w_scale)
-        runtime.count(q.module, "output", quantized=True)
-        ctx.save_for_backward(saved, w_OI)
-        return product(x_row.values, w_row.values.mT, factor=_factor(x_row, w_row), out_dtype=x_TI.dtype)
+            x_row, x_col = _both(x_PI, rows, q.x, ctx.x_scales)
+            saved, ctx.x_factors = x_col
+        w_row = _weights(w_OI, q.w, "row", ctx.w_scales)
+        q.runtime.count(q.module, "output", len(rows), quantized=True)
+        ctx.save_for_backward(saved, *w_OI)
+        w_KN = [w.mT for w in w_row.values.split([w.shape[0] for w in w_OI])]
+        return grouped_product(x_row.values, w_KN, rows, factors=_factors(x_row, w_row), out_dtype=x_PI.dtype)
 
     @staticmethod
-    def backward(ctx, dy_TO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        saved, w_OI = ctx.saved_tensors
-        q: Quantizers = ctx.q
-        dy_row, dy_col = both(dy_TO, q.dy, scale=q.runtime.backward_scale(q.slot, dy_TO))
-        dx_TI = dw_OI = None
+    def backward(ctx, dy_PO: Tensor) -> tuple[Tensor | None, ...]:
+        saved, *w_OI = ctx.saved_tensors
+        rows, quantizers = ctx.rows, ctx.quantizers
+        q: Quantizers = quantizers[0]
+        scales = [
+            q.runtime.backward_scale(group.slot, dy_nO)
+            for group, dy_nO in zip(quantizers, dy_PO.split(rows), strict=True)
+        ]
+        dy_row, dy_col = _both(dy_PO, rows, q.dy, scales)
+        dx_PI: Tensor | None = None
+        dw_OI: list[Tensor | None] = [None] * len(rows)
         if ctx.needs_input_grad[0]:
-            w_col = operand(w_OI, q.w, "col", scale=ctx.w_scale)
-            q.runtime.count(q.module, "grad_input", quantized=True)
-            dx_TI = product(dy_row.values, w_col.values, factor=_factor(dy_row, w_col), out_dtype=dy_TO.dtype)
-        if ctx.needs_input_grad[1]:
-            x_col = operand(saved, q.x, "col", scale=ctx.x_scale) if ctx.keeps_input else Operand(saved, ctx.x_factor)
-            q.runtime.count(q.module, "grad_weight", quantized=True)
-            dw_OI = product(dy_col.values.mT, x_col.values, factor=_factor(dy_col, x_col), out_dtype=w_OI.dtype)
-        return dx_TI, dw_OI, None
-
-
-def _factor(a: Operand, b: Operand) -> Tensor | None:
-    return None if a.factor is None or b.factor is None else a.factor * b.factor
-
-
-def _quantized_or_bf16(x_TI: Tensor, w_OI: Tensor, q: Quantizers, bf16: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    if q.runtime.modes:
-        return _QuantizedProduct.apply(x_TI, w_OI, q)
-    q.runtime.count(q.module, "output", quantized=False)
-    return bf16(x_TI, w_OI)
+            w_col = _weights(w_OI, q.w, "col", ctx.w_scales)
+            q.runtime.count(q.module, "grad_input", len(rows), quantized=True)
+            w_ON = w_col.values.split([w.shape[0] for w in w_OI])
+            dx_PI = grouped_product(dy_row.values, w_ON, rows, factors=_factors(dy_row, w_col), out_dtype=dy_PO.dtype)
+        if any(ctx.needs_input_grad[3:]):
+            x_col = _Operands(saved, ctx.x_factors)
+            if ctx.keeps_input:
+                x_col = _operands(saved, rows, q.x, "col", ctx.x_scales)
+            q.runtime.count(q.module, "grad_weight", len(rows), quantized=True)
+            groups = zip(
+                widened(dy_col.values).split(rows),
+                widened(x_col.values).split(rows),
+                _factors(dy_col, x_col),
+                w_OI,
+                strict=True,
+            )
+            dw_OI = [product(dy.mT, x, factor=factor, out_dtype=w.dtype) for dy, x, factor, w in groups]
+        return dx_PI, None, None, *dw_OI
 
 
 class QuantizedLinear(Linear):
@@ -177,7 +230,11 @@ class QuantizedLinear(Linear):
         self.quantizers = quantizers
 
     def multiply(self, x_TI: Tensor) -> Tensor:
-        return _quantized_or_bf16(x_TI, self.weight, self.quantizers, lambda x, _: Linear.multiply(self, x))
+        q = self.quantizers
+        if q.runtime.modes:
+            return _QuantizedProduct.apply(x_TI, [x_TI.shape[0]], [q], self.weight)
+        q.runtime.count(q.module, "output", quantized=False)
+        return super().multiply(x_TI)
 
 
 class QuantizedGroupedLinear(GroupedLinear):
@@ -190,13 +247,13 @@ class QuantizedGroupedLinear(GroupedLinear):
             self.register_parameter(name, weight)
         self.quantizers = quantizers
 
-    def multiply(self, x_tI: Tensor, group: int) -> Tensor:
-        return _quantized_or_bf16(
-            x_tI,
-            getattr(self, f"weight{group}"),
-            self.quantizers[group],
-            lambda x, _: GroupedLinear.multiply(self, x, group),
-        )
+    def multiply(self, x_TI: Tensor, rows: list[int], groups: list[int]) -> Tensor:
+        quantizers, weights = [self.quantizers[group] for group in groups], self.weights()
+        q = quantizers[0]
+        if q.runtime.modes:
+            return _QuantizedProduct.apply(x_TI, rows, quantizers, *(weights[group] for group in groups))
+        q.runtime.count(q.module, "output", len(groups), quantized=False)
+        return super().multiply(x_TI, rows, groups)
 
 
 class QuantizedHeadwiseLinear(HeadwiseLinear):
@@ -210,5 +267,8 @@ class QuantizedHeadwiseLinear(HeadwiseLinear):
         if not self.quantizers[0].runtime.modes:
             self.quantizers[0].runtime.count(self.quantizers[0].module, "output", quantized=False)
             return super().forward(x_TNI, w_NOI)
-        heads = [_QuantizedProduct.apply(x_TNI[:, head], w_NOI[head], q) for head, q in enumerate(self.quantizers)]
+        tokens = [x_TNI.shape[0]]
+        heads = [
+            _QuantizedProduct.apply(x_TNI[:, head], tokens, [q], w_NOI[head]) for head, q in enumerate(self.quantizers)
+        ]
         return torch.stack(heads, dim=1)

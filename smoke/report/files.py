@@ -1,4 +1,4 @@
-"""Files that are never half there: whole replacements, and a log that grows by whole lines.
+"""Files that are never half there: whole replacements, and a log that grows line by line.
 
 Both hold when the process is interrupted or the disk fills up. They do not survive a power failure: nothing is forced
 to the disk.
@@ -25,7 +25,9 @@ def write_atomic(path: pathlib.Path, text: str) -> None:
 
 
 class StepWriter:
-    """Appends one JSON object a line to a new ``steps.jsonl``, each in one write, so a reader sees whole lines only.
+    """Appends one JSON object a line to a new ``steps.jsonl``, each in one write.
+
+    Whoever reads while it grows takes what ends in a newline: file systems may show a write page by page.
 
     An instance is the ``sink`` of ``smoke.callbacks.StepLog``. FileExistsError when the file is already there: two runs
     never share one.

@@ -67,7 +67,8 @@ def execute(plan: Plan, environment: Environment, command: Sequence[str]) -> int
     except Refusal as refusal:
         refuse(refusal, plan.config, environment, command, folder)
         return _fail(refusal)
-    reports.show_report(report, folder)
+    with undisturbed() if report.verdict == "interrupted" else contextlib.nullcontext():
+        reports.show_report(report, folder)
     return report.exit_code
 
 

@@ -12,8 +12,9 @@ import pathlib
 import numpy as np
 import pytest
 import torch
+from operands import both
 
-from smoke.kernels.quantize.api import Format, Scaling, Spec, both, delayed_update, operand, quantize
+from smoke.kernels.quantize.api import Format, Scaling, Spec, delayed_update, operand, quantize
 from smoke.kernels.quantize.casts import encode_stochastic
 from smoke.kernels.quantize.reference import amax
 from smoke.kernels.support import product

@@ -13,8 +13,9 @@ import gfloat.formats
 import numpy as np
 import pytest
 import torch
+from operands import both
 
-from smoke.kernels.quantize.api import Format, Operand, Scaling, Spec, both, operand, quantize
+from smoke.kernels.quantize.api import Format, Operand, Scaling, Spec, operand, quantize
 from smoke.kernels.quantize.casts import encode, encode_stochastic
 from smoke.kernels.support import product
 from smoke.numerics import relative_norm

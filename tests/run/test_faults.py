@@ -115,14 +115,14 @@ def test_random_draws_that_differ_between_two_runs(run, monkeypatch):
     """Stochastic rounding that ignores the restored random state: the noise floor is not zero."""
     import smoke.precision.emulated as emulated
 
-    both, count = emulated.both, iter(range(10**6))
+    operand, count = emulated.operand, iter(range(10**6))
 
-    def unseeded(x, spec, **kwargs):
+    def unseeded(x, spec, direction, **kwargs):
         if spec.stochastic:
             kwargs["generator"] = torch.Generator().manual_seed(next(count))
-        return both(x, spec, **kwargs)
+        return operand(x, spec, direction, **kwargs)
 
-    monkeypatch.setattr(emulated, "both", unseeded)
+    monkeypatch.setattr(emulated, "operand", unseeded)
     report = run(precision="nvfp4", policy=PolicyConfig(last_layers_bf16=0))
     assert {"determinism", "recompute_parity"} <= red(report)
     assert finding(report, "recompute_parity")["status"] == "ERROR"

@@ -40,7 +40,6 @@ __all__ = [
     "Scaling",
     "Spec",
     "amax",
-    "both",
     "delayed_update",
     "operand",
     "quantize",
@@ -95,16 +94,6 @@ def operand(
         reference.check_arguments(x_MK, spec, direction, scale, random_bits)
         found = _fast(x_MK.contiguous(), spec, direction, scale, random_bits)
     return found or _from_definition(quantize(x_MK, spec, direction, scale=scale, random_bits=random_bits))
-
-
-def both(
-    x_MK: Tensor, spec: Spec, *, scale: Tensor | None = None, generator: torch.Generator | None = None
-) -> tuple[Operand, Operand]:
-    """The row and the col operand of x; one and the same where the recipe has one code array or square blocks."""
-    row = operand(x_MK, spec, "row", scale=scale, generator=generator)
-    if spec.scaling.symmetric:
-        return row, row
-    return row, operand(x_MK, spec, "col", scale=scale, generator=generator)
 
 
 def random_bits_like(x: Tensor, generator: torch.Generator | None = None) -> Tensor:

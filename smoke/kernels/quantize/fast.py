@@ -34,6 +34,8 @@ from smoke.kernels.quantize.spec import Direction, Format, Spec
 
 CHUNK = 1 << 17
 """Elements in a piece: two int16 buffers of it fit in the second-level caches of two cores (tuned on a Zen 3)."""
+WHOLE = 8 * CHUNK
+"""Matrices up to this size stay whole: there the number of calls costs more than the caches save."""
 BF16_INF = 0x7F80
 FLOAT32_EXPONENT, FLOAT32_HALF = 0x7F800000, 1 << 22
 
@@ -69,14 +71,14 @@ def amax(x: Tensor) -> float | None:
 
 
 def _split(x: Tensor) -> tuple[Tensor, ...]:
-    return (x,) if x.numel() <= CHUNK else x.view(-1).split(CHUNK)
+    return (x,) if x.numel() <= WHOLE else x.view(-1).split(CHUNK)
 
 
 def _pieces(block: tuple[int, int], *tensors_MK: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Matching 4-D views [row blocks, rows, column blocks, columns] of the tensors; partial blocks come last."""
     (m, k), (rows, columns) = tensors_MK[0].shape, block
     whole_m, whole_k = m - m % rows, k - k % columns
-    if m * k <= CHUNK and whole_m == m and whole_k == k:
+    if m * k <= WHOLE and whole_m == m and whole_k == k:
         yield tuple(tensor.view(-1, rows, k // columns, columns) for tensor in tensors_MK)
         return
     for left, right, width in ((0, whole_k, columns), (whole_k, k, k - whole_k)):

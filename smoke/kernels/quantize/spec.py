@@ -7,6 +7,7 @@ lives. Sources: OCP MX 1.0 for the formats, Transformer Engine 2.20 for what is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -77,6 +78,11 @@ class Scaling(Enum):
     def partial_blocks(self) -> bool:
         """Whether the last block of a dimension may be incomplete."""
         return self.family == "block"
+
+    def separates(self, rows: Sequence[int], direction: Direction) -> bool:
+        """Whether consecutive groups of rows can be quantized in one go: no scale belongs to two of them."""
+        height = self.block(direction)[0]
+        return self.family in ("block", "mx") and all(count % height == 0 for count in rows)
 
     def block(self, direction: Direction) -> tuple[int, int]:
         """(rows, columns) of one block in the logical [M, K] layout."""
