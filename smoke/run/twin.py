@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from smoke.plan import Plan
 from smoke.run.session import bf16_plan, make_model, make_module
 from smoke.trajectories import untouched_random_states
 
-Job = Callable[[threading.Event | None], tuple[float, ...]]
+Training = Iterator[float]
 DRAWS = 2
 OTHER_SEED_STEPS = 8
 """The other seed is printed for scale and judged by nothing, so it runs just beyond the five steps left out."""
@@ -40,50 +40,60 @@ class TwinCurves:
 def twin_curves(plan: Plan, batches: list[Batch]) -> TwinCurves:
     """Train the twin four times over the run's batches: as it is, perturbed twice, and from another seed."""
     seed = plan.config.seed
-    jobs = [
-        partial(_losses, plan, batches, seed, None),
-        *(partial(_losses, plan, batches, seed, draw) for draw in range(DRAWS)),
-        partial(_losses, plan, batches[:OTHER_SEED_STEPS], seed + 1, None),
+    trainings = [
+        _training(plan, batches, seed),
+        *(_training(plan, batches, seed, draw) for draw in range(DRAWS)),
+        _training(plan, batches[:OTHER_SEED_STEPS], seed + 1),
     ]
     with untouched_random_states():
-        twin, *perturbed, other_seed = _side_by_side(jobs) if plan.device == "cpu" else [job(None) for job in jobs]
+        curves = _side_by_side(trainings) if plan.device == "cpu" else [list(training) for training in trainings]
+    twin, *perturbed, other_seed = (tuple(curve) for curve in curves)
     return TwinCurves(twin=twin, perturbed=tuple(perturbed), other_seed=other_seed)
 
 
-def _side_by_side(jobs: Sequence[Job]) -> list[tuple[float, ...]]:
+def _side_by_side(trainings: Sequence[Training]) -> list[list[float]]:
     """Run the trainings on the CPU in as many threads as torch has, each with one core.
 
-    Sizes are small: one core per training wastes less than sharing every product between cores. An exception in the
-    waiting thread (Ctrl-C too) stops the others at their next step.
+    Sizes are small: one core per training wastes less than sharing every product between cores. The threads take turns
+    at the trainings step by step, so that all cores are busy to the end. An exception in the waiting thread (Ctrl-C
+    too) stops the others at their next step.
     """
     threads, stop = torch.get_num_threads(), threading.Event()
+    curves: list[list[float]] = [[] for _ in trainings]
+    waiting = queue.SimpleQueue[int]()
+    for number in range(len(trainings)):
+        waiting.put(number)
 
-    def alone(job: Job) -> tuple[float, ...]:
+    def take_turns() -> None:
         torch.set_num_threads(1)  # of this thread
-        return job(stop)
+        with contextlib.suppress(queue.Empty):
+            while not stop.is_set():
+                number = waiting.get_nowait()
+                loss = next(trainings[number], None)
+                if loss is not None:
+                    curves[number].append(loss)
+                    waiting.put(number)
 
-    with concurrent.futures.ThreadPoolExecutor(min(threads, len(jobs))) as pool:
+    workers = min(threads, len(trainings))
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         try:
-            return list(pool.map(alone, jobs))
+            for ended in [pool.submit(take_turns) for _ in range(workers)]:
+                ended.result()
         finally:
             stop.set()
             torch.set_num_threads(threads)
+    return curves
 
 
-def _losses(
-    plan: Plan, batches: list[Batch], seed: int, draw: int | None = None, stop: threading.Event | None = None
-) -> tuple[float, ...]:
+def _training(plan: Plan, batches: list[Batch], seed: int, draw: int | None = None) -> Training:
+    """Yield the loss of each step."""
     plan = bf16_plan(plan)
     module = make_module(plan, make_model(plan, None, seed=seed))
     optimizer = make_optimizer(module.model, plan.config.train)
     if draw is not None:
         _perturb([master for _, master in optimizer.pairs()], draw)
-    losses = []
     for batch in batches:
-        if stop is not None and stop.is_set():
-            break
-        losses.append(float(train_step(module, optimizer, batch, contextlib.nullcontext)))
-    return tuple(losses)
+        yield float(train_step(module, optimizer, batch, contextlib.nullcontext))
 
 
 @torch.no_grad()
