@@ -205,9 +205,10 @@ class _QuantizedProduct(torch.autograd.Function):
             w_ON = w_col.values.split([w.shape[0] for w in w_OI])
             dx_PI = grouped_product(dy_row.values, w_ON, rows, factors=_factors(dy_row, w_col), out_dtype=dy_PO.dtype)
         if any(ctx.needs_input_grad[3:]):
-            x_col = _Operands(saved, ctx.x_factors)
             if ctx.keeps_input:
                 x_col = _operands(saved, rows, q.x, "col", ctx.x_scales)
+            else:
+                x_col = _Operands(saved, ctx.x_factors)
             q.runtime.count(q.module, "grad_weight", len(rows), quantized=True)
             groups = zip(
                 widened(dy_col.values).split(rows),
