@@ -1,4 +1,4 @@
-"""The command line: ``run``, ``matrix``, ``env``, ``explain CHECK``. Arguments in, exit code out.
+"""The command line: ``run``, ``matrix``, ``preflight``, ``env``, ``explain CHECK``. Arguments in, exit code out.
 
 Everything heavy is imported inside the command that needs it, so that ``--help`` and a mistyped option answer at once.
 A request that cannot run ends in one line on standard error and the exit code of its reason; a crash shows its
@@ -29,6 +29,7 @@ low-precision recipe, activation recompute and kernels can be trusted.
 commands:
   run            train, check, print a verdict (python train.py does the same)
   matrix         every precision with every recompute set, one table
+  preflight      every rule of a request (the options of run), kept or broken, and known public defects; no training
   env            versions, devices, and what each precision would run on here, and why
   explain CHECK  what a check proves, how it measures, where its limit comes from, what to do when it is red
 
@@ -126,6 +127,21 @@ def matrix(args: Sequence[str], prog: str) -> int:
     return execute_matrix(plans, environment, _command_line(prog, args))
 
 
+def preflight(args: Sequence[str], prog: str) -> int:
+    """``smoke preflight``: the options of ``run``, judged on paper."""
+    from smoke.options import UsageError, parse_run
+
+    try:
+        config = parse_run(args, prog)
+    except UsageError as error:
+        return _fail(prog, str(error))
+    from smoke.preflight import examine, print_preflight
+
+    found = examine(config, facts())
+    print_preflight(found)
+    return found.exit_code
+
+
 def env(args: Sequence[str], prog: str) -> int:
     """``smoke env``."""
     if args:
@@ -155,6 +171,7 @@ def explain(args: Sequence[str], prog: str) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
     "run": run,
     "matrix": matrix,
+    "preflight": preflight,
     "env": env,
     "explain": explain,
 }

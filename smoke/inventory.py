@@ -1,4 +1,4 @@
-"""``smoke env``: the machine, and for each precision what would run on it and why. Made for bug reports."""
+"""``smoke env``: the machine, its published defects, and for each precision what would run on it. For bug reports."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from smoke import __version__
+from smoke import __version__, defects
 from smoke.config import PRECISIONS, RunConfig
 from smoke.environment import PACKAGES, Environment
 from smoke.plan import Refusal, native_blocker, resolve
 from smoke.precision.recipe import RECIPES, Gate
+from smoke.preflight import defect_table
 
 RELEVANT_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "bf16", "asimd", "sve")
 """CPU flags that decide how products are computed."""
 
 
 def print_environment(environment: Environment, console: Console | None = None) -> None:
-    """Print three tables to the console (default: standard output)."""
+    """Print four tables to the console (default: standard output)."""
     console = console or Console()
     console.print(_machine(environment))
     console.print(_packages(environment))
+    console.print(defect_table("published defects of what is installed", defects.matches(environment)))
     console.print(_precisions(environment))
 
 

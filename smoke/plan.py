@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from smoke import __version__, rules, shapes
+from smoke import __version__, defects, rules, shapes
 from smoke.config import RunConfig
 from smoke.data.sources import DataError, preflight
 from smoke.environment import Environment
@@ -23,7 +23,7 @@ from smoke.requirements import CHECKS, required_checks
 ABSURD_BYTES = 2**45
 """32 TiB: more memory than any single host has. Beyond it the request, not this machine, is wrong."""
 
-USAGE, MISSING = 2, 4
+USAGE, MISSING, BLOCKED = 2, 4, 5
 VERDICT_OF_CODE = {2: "error", 4: "unsupported", 5: "blocked"}
 
 
@@ -72,11 +72,12 @@ class Plan:
 
 def resolve(config: RunConfig, environment: Environment) -> Plan:
     """Decide everything. Raises Refusal."""
+    _refuse_first([problem for problem in (defects.blocker(environment),) if problem], BLOCKED)
     config, recipe = _canonical(config)
     _refuse_first(rules.problems(config, CHECKS))
     _refuse_first(rules.contradictions(config.policy, recipe.name))
     _refuse_data(config)
-    quantized = _quantized_gemms(config, recipe)
+    quantized = quantized_gemms(config, recipe)
     _refuse_sizes(config, recipe, quantized)
     device = _device(config, environment)
     _refuse_memory(config, environment, device.value)
@@ -101,6 +102,7 @@ def resolve(config: RunConfig, environment: Environment) -> Plan:
             Choice("layout", config.layout, _LAYOUTS[config.layout]),
             Choice("recompute", ", ".join(config.recompute) or "none", "asked for"),
             *_policy(config, recipe, len(quantized)),
+            *_known_defects(config, environment),
         ),
         required=required,
         skipped=skipped,
@@ -140,7 +142,8 @@ def _refuse_data(config: RunConfig) -> None:
         raise Refusal(USAGE, str(error)) from None
 
 
-def _quantized_gemms(config: RunConfig, recipe: Recipe) -> dict[str, shapes.Gemm]:
+def quantized_gemms(config: RunConfig, recipe: Recipe) -> dict[str, shapes.Gemm]:
+    """The GEMMs that the policy quantizes and that run, by module name. Refusal where a pattern matches nothing."""
     gemms = shapes.gemms(config.model)
     try:
         leaves = plan_leaves(
@@ -266,4 +269,16 @@ def _policy(config: RunConfig, recipe: Recipe, quantized: int) -> list[Choice]:
         Choice("kept in BF16 by name", ", ".join(policy.keep_bf16) or "none", "--policy.keep_bf16"),
         Choice("absorbed K-up and V-up", policy.absorbed_kv, absorbed),
         Choice("expert rows", f"multiples of {recipe.expert_row_multiple}", "no quantization block spans two experts"),
+    ]
+
+
+def _known_defects(config: RunConfig, environment: Environment) -> list[Choice]:
+    met = [match for match in defects.matches(environment, config) if match.status == defects.MET]
+    return [
+        Choice(
+            "known defect",
+            f"{match.defect.name} ({match.defect.package} {match.installed})",
+            f"{match.defect.trigger}: {match.defect.effect}; {match.defect.remedy} ({match.defect.reference})",
+        )
+        for match in met
     ]

@@ -91,8 +91,13 @@ OPEN = {
 
 def problems(config: RunConfig, checks: Sequence[str]) -> list[str]:
     """Every reason for which this request could run nowhere. ``checks`` are the names ``--check.skip`` may hold."""
-    found = [*_words(config), *_ranges(config), *_names(config, checks)]
+    found = words_and_ranges(config, checks)
     return found or [*_attention(config), *_experts(config), *_layers(config), *_regions(config)]
+
+
+def words_and_ranges(config: RunConfig, checks: Sequence[str]) -> list[str]:
+    """Those of ``problems`` that concern one option alone: unknown words, numbers out of range, unknown names."""
+    return [*_words(config), *_ranges(config), *_names(config, checks)]
 
 
 def _value(config: RunConfig, path: str) -> Any:

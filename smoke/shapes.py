@@ -131,28 +131,53 @@ def least_bytes(model: ModelConfig, data: DataConfig, steps: int = 1) -> int:
     return BYTES_OF_A_PARAMETER * parameter_count(model) + activations + batches
 
 
-def illegal_sizes(
-    quantized: Mapping[str, Gemm], data: DataConfig, recipe: str, multiples: tuple[int, int, int]
-) -> list[str]:
-    """One line for each option, or product of options, that is no multiple of what the recipe takes.
+@dataclass(frozen=True)
+class SizeRule:
+    """One size that a recipe's quantizers and products must be able to divide."""
+
+    size: Size
+    multiple: int
+    what: str
+    """tokens, input features or output features."""
+    module: str
+    """The first module that has the rule."""
+
+    @property
+    def legal(self) -> bool:
+        return self.size.value % self.multiple == 0
+
+    @property
+    def nearest(self) -> int:
+        return nearest_multiple(self.size.value, self.multiple)
+
+
+def size_rules(quantized: Mapping[str, Gemm], data: DataConfig, multiples: tuple[int, int, int]) -> list[SizeRule]:
+    """What the sizes of the quantized GEMMs must be multiples of, once for each option or product of options.
 
     Args:
         quantized: the GEMMs that the policy quantizes.
         multiples: what tokens, input and output features must be multiples of. Experts' rows are padded by the model.
     """
     tokens = Size(data.micro_batch_size * data.sequence_length, "--data.micro_batch_size x --data.sequence_length")
-    problems: dict[str, str] = {}
+    rules: dict[tuple[str, int], SizeRule] = {}
     for name, gemm in quantized.items():
         sizes = ((tokens, "tokens"), (gemm.inputs, "input features"), (gemm.outputs, "output features"))
         for (size, what), multiple in zip(sizes, multiples, strict=True):
-            if what == "tokens" and ".experts." in name:
-                continue
-            if size.value % multiple and size.formula not in problems:
-                problems[size.formula] = (
-                    f"{size.formula} = {size.value}: {recipe} takes multiples of {multiple}, the nearest is "
-                    f"{nearest_multiple(size.value, multiple)} ({what} of {name})"
-                )
-    return [problems[formula] for formula in sorted(problems, key=len)]  # the plainest option first
+            if what != "tokens" or ".experts." not in name:
+                rules.setdefault((size.formula, multiple), SizeRule(size, multiple, what, name))
+    return sorted(rules.values(), key=lambda rule: len(rule.size.formula))  # the plainest option first
+
+
+def illegal_sizes(
+    quantized: Mapping[str, Gemm], data: DataConfig, recipe: str, multiples: tuple[int, int, int]
+) -> list[str]:
+    """One line for each rule of ``size_rules`` that is broken."""
+    return [
+        f"{rule.size.formula} = {rule.size.value}: {recipe} takes multiples of {rule.multiple}, the nearest is "
+        f"{rule.nearest} ({rule.what} of {rule.module})"
+        for rule in size_rules(quantized, data, multiples)
+        if not rule.legal
+    ]
 
 
 def nearest_multiple(value: int, multiple: int) -> int:
