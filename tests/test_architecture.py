@@ -17,7 +17,7 @@ LEVELS = (
     ("config", "environment", "numerics", "output", "process", "record"),
     ("kernels",),
     ("data", "model"),
-    ("precision", "interop", "callbacks", "trajectories", "module", "shapes", "rules", "defects"),
+    ("precision", "interop", "callbacks", "trajectories", "probes", "module", "shapes", "rules", "defects"),
     ("requirements",),
     ("plan",),
     ("checks",),
