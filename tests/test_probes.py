@@ -92,7 +92,7 @@ def test_a_tolerance_forgives_what_is_within_it():
 
 def test_a_call_that_one_side_alone_makes():
     shorter = Block()
-    shorter.forward = lambda x: shorter.first(x)  # type: ignore[method-assign]
+    shorter.forward = lambda x: shorter.first(x)
     found = first(shorter, Block())["forward"]
     assert (found.module, found.left_hex, found.after) == ("second", "absent", "first")
     assert "forward" in first(shorter, Block(), same_calls=False)  # the outermost output itself differs
