@@ -30,6 +30,7 @@ commands:
   run            train, check, print a verdict (python train.py does the same)
   matrix         every precision with every recompute set, one table
   preflight      every rule of a request (the options of run), kept or broken, and known public defects; no training
+  selftest       inject every known fault into a small run: the right checks must turn red, the others stay green
   env            versions, devices, and what each precision would run on here, and why
   explain CHECK  what a check proves, how it measures, where its limit comes from, what to do when it is red
 
@@ -53,7 +54,7 @@ def main(args: Sequence[str] | None = None, *, prog: str = "smoke") -> int:
         code = _command(args, prog)
         output.flush()
     lost = output.error is not None and not isinstance(output.error, BrokenPipeError)
-    return CRASH if lost and code == 0 and args[:1] not in (["run"], ["matrix"]) else code
+    return CRASH if lost and code == 0 and args[:1] not in (["run"], ["matrix"], ["selftest"]) else code
 
 
 def entry() -> NoReturn:
@@ -142,6 +143,27 @@ def preflight(args: Sequence[str], prog: str) -> int:
     return found.exit_code
 
 
+def selftest(args: Sequence[str], prog: str) -> int:
+    """``smoke selftest``."""
+    from smoke.faults import FAULTS, by_name
+    from smoke.options import UsageError, parse_selftest
+
+    try:
+        options = parse_selftest(args, prog)
+        faults = [by_name(name) for name in options.only] or list(FAULTS)
+    except UsageError as error:
+        return _fail(prog, str(error))
+    except LookupError as error:
+        return _fail(prog, f"--only: {error}")
+    from smoke.plan import Refusal
+    from smoke.run.selftest import run_selftest
+
+    try:
+        return run_selftest(faults, facts(), _command_line(prog, args), out=options.out, device=options.device)
+    except Refusal as refusal:
+        return _fail(prog, refusal.message, refusal.exit_code)
+
+
 def env(args: Sequence[str], prog: str) -> int:
     """``smoke env``."""
     if args:
@@ -171,6 +193,7 @@ def explain(args: Sequence[str], prog: str) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
     "run": run,
     "matrix": matrix,
+    "selftest": selftest,
     "preflight": preflight,
     "env": env,
     "explain": explain,

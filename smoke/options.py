@@ -20,7 +20,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from smoke.config import PRECISIONS, REGIONS, RopeScaling, RunConfig, nearest
+from smoke.config import DEVICES, PRECISIONS, REGIONS, RopeScaling, RunConfig, nearest
 from smoke.config_file import SECTIONS, UsageError, check_files
 from smoke.precision.recipe import canonical
 
@@ -131,6 +131,27 @@ def parse_matrix(args: Sequence[str], prog: str) -> list[RunConfig]:
     ]
 
 
+@dataclasses.dataclass(frozen=True)
+class SelftestOptions:
+    """Arguments of ``selftest``."""
+
+    only: tuple[str, ...]
+    """Names of faults; empty for all."""
+    out: str | None
+    device: str
+
+
+def parse_selftest(args: Sequence[str], prog: str) -> SelftestOptions:
+    """Arguments of ``selftest``. Raises UsageError."""
+    parser = _bare_parser(prog, "Inject every known fault into a run of seconds; the right checks must turn red.")
+    parser.add_argument("--only", type=Type(words, "words"), default=(), help="Names of faults separated by commas.")
+    parser.add_argument("--out", type=str, default=None, help="Folder of selftest.json; default runs/<UTC>-selftest.")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="Where the runs train.")
+    _check_arguments(parser, args)
+    values = parser.parse_args(args)
+    return SelftestOptions(tuple(dict.fromkeys(values.only)), values.out, values.device)
+
+
 class _Parser(ArgumentParser):
     """Mistakes become UsageError."""
 
@@ -138,10 +159,15 @@ class _Parser(ArgumentParser):
         raise UsageError(_one_line(message)) from ex
 
 
-def _parser(prog: str, description: str) -> ArgumentParser:
+def _bare_parser(prog: str, description: str) -> ArgumentParser:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = _Parser(prog=prog, description=description, allow_abbrev=False)
     parser.usage = f"{prog} [options]"
+    return parser
+
+
+def _parser(prog: str, description: str) -> ArgumentParser:
+    parser = _bare_parser(prog, description)
     parser.add_argument("--config", action="config", help="YAML file with what differs from the defaults.")
     return parser
 

@@ -21,7 +21,8 @@ from smoke.report.folder import create
 from smoke.report.json_report import schema
 from smoke.report.markdown import matrix_markdown
 from smoke.report.matrix import MatrixRow, matrix_row
-from smoke.report.terminal import show_matrix, show_plan, show_report
+from smoke.report.selftest import SelftestRow, selftest_exit, selftest_json, selftest_line
+from smoke.report.terminal import show_matrix, show_plan, show_report, show_selftest
 from smoke.report.write import STEPS, write_all
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "STEPS",
     "MatrixRow",
     "Report",
+    "SelftestRow",
     "StepWriter",
     "Summary",
     "build",
@@ -37,9 +39,13 @@ __all__ = [
     "matrix_row",
     "refused",
     "schema",
+    "selftest_exit",
+    "selftest_json",
+    "selftest_line",
     "show_matrix",
     "show_plan",
     "show_report",
+    "show_selftest",
     "verdict_and_exit",
     "verdict_line",
     "worst",

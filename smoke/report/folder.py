@@ -20,21 +20,26 @@ NAME_LENGTH = 120
 """Longest name, before a suffix: well under the 255 bytes of common file systems."""
 
 
-def create(config: RunConfig, *, root: pathlib.Path = ROOT, now: datetime.datetime | None = None) -> pathlib.Path:
-    """Make the folder of a run and return it. Raises Refusal (exit code 2)."""
+def create(
+    config: RunConfig, *, root: pathlib.Path = ROOT, now: datetime.datetime | None = None, words: str = ""
+) -> pathlib.Path:
+    """Make the folder of a run and return it; ``words`` take the place of precision and recompute in its name.
+
+    Raises Refusal (exit code 2).
+    """
     try:
         if config.out is not None:
             return _named(config.out)
         root.mkdir(parents=True, exist_ok=True)
-        return _fresh(root, default_name(config, now or datetime.datetime.now(datetime.UTC)))
+        return _fresh(root, default_name(config, now or datetime.datetime.now(datetime.UTC), words))
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise Refusal(USAGE, f"--out {config.out or root}: cannot be written: {reason}") from None
 
 
-def default_name(config: RunConfig, now: datetime.datetime) -> str:
+def default_name(config: RunConfig, now: datetime.datetime, words: str = "") -> str:
     """``<UTC>-<precision>-<recompute>``, with anything unusual in the words replaced by ``_``."""
-    words = f"{config.precision}-{'+'.join(config.recompute) or 'none'}"
+    words = words or f"{config.precision}-{'+'.join(config.recompute) or 'none'}"
     safe = re.sub(r"[^A-Za-z0-9.+_-]", "_", words)
     return f"{now.astimezone(datetime.UTC):%Y%m%dT%H%M%SZ}-{safe}"[:NAME_LENGTH]
 

@@ -15,6 +15,7 @@ from smoke.checks import Finding
 from smoke.plan import Plan
 from smoke.report.contract import Report, verdict_line
 from smoke.report.matrix import MatrixRow, columns
+from smoke.report.selftest import SelftestRow
 from smoke.report.text import HOW, printable, summary_pairs
 
 if TYPE_CHECKING:
@@ -151,3 +152,18 @@ def _stacked(upper: tuple[str, list[str]], lower: tuple[str, list[str]]) -> tupl
 
 def _cell_style(cell: str, row: MatrixRow) -> str:
     return STYLES.get(row.verdict, "") if cell.split("\n")[-1] == row.verdict else ""
+
+
+def show_selftest(rows: Sequence[SelftestRow], line: str, verdict: str, console: Console | None = None) -> None:
+    """One row for each run of ``smoke selftest``, and the verdict as the last line."""
+    console = console or _console()
+    table = _table(console, "status", "row", "fault", "red checks", "where, what is wrong")
+    for column in table.columns[:2]:
+        column.no_wrap = True
+    for row in rows:
+        told = "\n".join(part for part in (row.where, row.detail) if part)
+        cells = (str(row.row or "-"), row.fault or f"none: {row.config}", ", ".join(row.red) or "-", told)
+        style = STYLES.get(row.status, "")
+        table.add_row(_text(console, row.status, style), *(_text(console, cell) for cell in cells))
+    console.print(table)
+    console.print(_text(console, line, STYLES.get(verdict, "")), soft_wrap=True)

@@ -138,7 +138,7 @@ def run_into(
     """Run one plan and fill its folder. Raises Refusal when the data or the disk cannot serve it."""
     record = Record()
     with undisturbed():
-        outcome = _guarded(folder, plan, record, shared, quiet)
+        outcome = attempt(folder, plan, record, shared, quiet)
         try:
             report = reports.build(
                 record,
@@ -155,7 +155,7 @@ def run_into(
             raise Refusal(USAGE, f"--out {folder}: cannot be written: {error.strerror}") from None
 
 
-def _guarded(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quiet: bool) -> Outcome:
+def attempt(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quiet: bool) -> Outcome:
     """Do the work and say how it ended. Signals interrupt in here only, where they are caught."""
     try:
         with interruptible():
