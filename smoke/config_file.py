@@ -4,6 +4,9 @@ A YAML file, relative to the working directory, holds what differs from the defa
 here, before jsonargparse sees the file: it would pass an unknown key whose value is an empty mapping, a null where
 none is legal, and of a key that stands twice the last.
 
+A file from elsewhere can do no harm: tags of Python are refused, a device or a pipe is not read, and neither a large
+file nor a small one whose aliases stand for billions of values is taken in.
+
 A mistake is a ``UsageError`` of one line that names the file and the key.
 """
 
@@ -42,6 +45,8 @@ NULLABLE = {
     f.name for owner in (RunConfig, *SECTIONS.values()) for f in dataclasses.fields(owner) if "None" in str(f.type)
 }
 """Options that may be null."""
+MOST_BYTES, MOST_VALUES = 1 << 20, 10_000
+"""Largest file, and most values in it, with those behind an alias counted wherever it stands."""
 
 
 class UsageError(Exception):
@@ -74,20 +79,47 @@ class _Loader(yaml.SafeLoader):
 
 
 def _load(file: str) -> Any:
+    text = _text(file)
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        _check_extent(node, file)
+        return loader.construct_document(node) if node else None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that is none
+        raise UsageError(f"--config {file}: is not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise UsageError(f"--config {file}: is not YAML of options: nested too deeply") from None
+
+
+def _text(file: str) -> str:
     if not file:
         raise UsageError("--config: name a file")
+    path = pathlib.Path(file)
     try:
-        text = pathlib.Path(file).read_text(encoding="utf-8")
+        if path.exists() and not path.is_file():
+            kind = "a directory" if path.is_dir() else "a device, a pipe or a socket"
+            raise UsageError(f"--config {file}: is {kind}; name a regular file")
+        if path.stat().st_size > MOST_BYTES:
+            raise UsageError(f"--config {file}: has more than {MOST_BYTES:,} bytes, so it is no file of options")
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--config {file}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise UsageError(f"--config {file}: is not UTF-8 text") from None
-    try:
-        return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as error:
-        raise UsageError(f"--config {file}: is not YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise UsageError(f"--config {file}: is not YAML of options: nested too deeply") from None
+    except ValueError as error:  # a null character in the name
+        raise UsageError(f"--config {file}: {error}") from None
+
+
+def _check_extent(node: yaml.Node | None, file: str) -> None:
+    """Refuse before anything is built from the nodes: an alias can double what stands before it, line by line."""
+    count, waiting = 0, [node]
+    while waiting:
+        count += 1
+        if count > MOST_VALUES:
+            raise UsageError(f"--config {file}: stands for more than {MOST_VALUES:,} values (aliases repeat theirs)")
+        one = waiting.pop()
+        for child in one.value if isinstance(one, yaml.CollectionNode) else ():
+            waiting.extend(child if isinstance(child, tuple) else (child,))
 
 
 def _check_keys(values: Any, owner: type, file: str, path: str = "") -> None:

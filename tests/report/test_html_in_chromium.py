@@ -151,5 +151,5 @@ def test_what_a_bad_page_does_is_noticed(browser, tmp_path):
     file = tmp_path / "bad.html"
     file.write_text('<script>console.error("boom"); fetch("https://example.com/x"); missing()</script>', "utf-8")
     browser.open(file, *PHONE)
-    kinds = browser.until(lambda: {complaint.partition(":")[0] for complaint in browser.complaints()})
-    assert kinds >= {"console", "exception", "request"}
+    expected = {"console", "exception", "request"}
+    assert browser.until(lambda: {complaint.partition(":")[0] for complaint in browser.complaints()} >= expected)
