@@ -202,6 +202,10 @@ class Recompute:
                 self.ledger.copy(tensor)
         return False
 
+    def is_replaying(self) -> bool:
+        """Whether a region is being run again at this moment."""
+        return bool(self._running) and self._running[-1].replaying
+
     def hold(self, tensor: Tensor, where: str) -> Packed:
         """Keep an argument of a region, or number it if another region can bring it back."""
         packed = self._pack(tensor, where)

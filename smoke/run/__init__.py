@@ -187,7 +187,7 @@ def _work(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quie
     """Fill the record: what is measured before training, the twin's curves, then training itself."""
     import torch
 
-    from smoke.run import measure
+    from smoke.run import forms, measure
     from smoke.run.fit import fit, watch
     from smoke.run.session import build, load_data
 
@@ -202,9 +202,9 @@ def _work(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quie
     with _stage("quantizers and twin forms", quiet):
         record.quantizer = measure.quantizer_rows(session)
         if "absorbed_parity" not in skipped:
-            record.twins += measure.absorbed_twins(session)
+            record.twins += forms.absorbed_twins(session)
         if "packed_parity" not in skipped:
-            record.twins += measure.packed_twins(session)
+            record.twins += forms.packed_twins(session)
     if not {"recompute_parity", "determinism", "memory"} <= skipped:
         with _stage(f"trajectories of {config.check.parity_steps} steps, compared bit by bit", quiet):
             record.bits, record.memory, record.held_mib = measure.parity(session)

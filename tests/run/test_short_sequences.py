@@ -54,13 +54,13 @@ def test_one_token_repeated_is_refused(tmp_path):
 
 def test_the_twin_forms_do_not_depend_on_the_data(monkeypatch):
     """Rows of equal tokens have gradients of zero in attention; the parity checks bring tokens of their own."""
-    from smoke.run import measure, session
+    from smoke.run import forms, session
 
     plan = resolve(small_config(precision="bf16", layout="thd"), detect())
     data, batches = session.load_data(plan)
     batches[0]["tokens"].fill_(120)
     built = session.build(plan, data, batches)
-    rows = [*measure.absorbed_twins(built), *measure.packed_twins(built)]
+    rows = [*forms.absorbed_twins(built), *forms.packed_twins(built)]
     assert {row.kind for row in rows} == {"absorbed", "packed", "packed_leak"}
     assert max(row.relative_error for row in rows) < 1e-9
 
