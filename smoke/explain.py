@@ -114,6 +114,22 @@ CHECKS: dict[str, Text] = {
         red="Leak red: the attention mask or the gather crosses an edge. Leak green, outputs red from the "
         "second sequence on: positions are not restarted, or restarted in the wrong place.",
     ),
+    "rope_contract": Text(
+        proves="The rotary embedding is the published one (YaRN with both corrections, pairs of neighbours), at short "
+        "and long positions, and the kernels that compute it write every element, once, and nothing else.",
+        measures="Tables and softmax scales of the live model, and of one with unequal corrections, against complex "
+        "numbers computed one by one in float64, at positions 0, 1, 4096 and 16384. The run's kernels at head counts "
+        "and widths that are no powers of two: values and gradients, in memory filled with NaN, from inputs between "
+        "NaN, called twice; Triton's also between guard elements, for several block sizes. Positions of packed "
+        "sequences and of context-parallel ranks against plain counting.",
+        limit="Three rounding units of the tensor's type for values and gradients, one for tables, eight of float64 "
+        "for scales: a few roundings each. Counts are exact: no element unwritten, outside, changed or different.",
+        red="The row names tensor, position and case. Scale red: mscale is missing from the softmax scale. Tables "
+        "red: it is on cos and sin as well, or the ramp of frequencies is wrong. Tables green, values red: pairs are "
+        "taken from the wrong columns. outside: a mask takes the index inside the block for the index of the head. "
+        "unwritten: a block is narrower than what it covers. repeat: the first call ran an in-place kernel more than "
+        "once.",
+    ),
     "finite": Text(
         proves="No NaN and no infinity appeared in losses, activations, gradients or weights.",
         measures="Every step looks at the loss, gradients and weights, and at inputs and output gradients of the "

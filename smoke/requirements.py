@@ -18,6 +18,7 @@ CHECKS = (
     "quantization_engaged",
     "absorbed_parity",
     "packed_parity",
+    "rope_contract",
     "finite",
     "gradient_presence",
     "loss_tracking",

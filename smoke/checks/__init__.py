@@ -15,6 +15,7 @@ from smoke.checks.bits import determinism, recompute_parity
 from smoke.checks.coverage import coverage, preflight
 from smoke.checks.finding import ERROR, FAIL, PASS, SKIP, Check, Finding
 from smoke.checks.gradients import gradient_parity, gradient_presence, quantization_engaged
+from smoke.checks.rope import rope_contract
 from smoke.checks.training import loss_tracking, memory, throughput
 from smoke.checks.values import absorbed_parity, finite, packed_parity, quantizer
 from smoke.record import Record
@@ -32,6 +33,7 @@ CHECKS: dict[str, Check] = {
         quantization_engaged,
         absorbed_parity,
         packed_parity,
+        rope_contract,
         finite,
         gradient_presence,
         loss_tracking,

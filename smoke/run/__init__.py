@@ -33,6 +33,7 @@ BEFORE_TRAINING = (
     "recompute_parity",
     "absorbed_parity",
     "packed_parity",
+    "rope_contract",
     "memory",
     "determinism",
 )
@@ -189,6 +190,7 @@ def _work(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quie
 
     from smoke.run import forms, measure
     from smoke.run.fit import fit, watch
+    from smoke.run.rope import rope_rows
     from smoke.run.session import build, load_data
 
     config = plan.config
@@ -199,6 +201,9 @@ def _work(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quie
         session = build(plan, data, batches)
         record.entropy_floor = data.entropy_floor
         record.preflight = measure.preflight_rows(session)
+    if "rope_contract" not in skipped:
+        with _stage("rotary embedding against float64", quiet):
+            record.rope = rope_rows(session)
     with _stage("quantizers and twin forms", quiet):
         record.quantizer = measure.quantizer_rows(session)
         if "absorbed_parity" not in skipped:

@@ -17,6 +17,7 @@ from smoke.record import (
     PresenceRow,
     QuantizerRow,
     Record,
+    RopeRow,
     StepRow,
     ThroughputSummary,
     TwinRow,
@@ -51,6 +52,7 @@ def make_plan(precision: str = "mxfp8", **options: Any) -> SimpleNamespace:
         config=config,
         recipe=SimpleNamespace(name=precision, limits=make_limits(), warmup_steps=0),
         numerics="bf16" if precision == "bf16" else "emulated",
+        impl="reference",
         required=tuple(CHECKS),
         skipped={},
     )
@@ -151,6 +153,19 @@ def _memory() -> list[MemoryRow]:
     ]  # fmt: skip
 
 
+def _rope() -> list[RopeRow]:
+    def row(kind: str, value: float, tensor: str = "query", position: int | None = None) -> RopeRow:
+        return RopeRow(kind=kind, case="reference, 3 heads", tensor=tensor, position=position, value=value)
+
+    return [
+        *(row("table", 0.5, "cos and sin", position) for position in (0, 1, 4096, 16384)),
+        row("scale", 0.0, "softmax scale"),
+        row("forward", 0.4, position=16384),
+        row("gradient", 1.4, "gradient of k_pe", 4096),
+        *(row(kind, 0.0) for kind in ("unwritten", "input", "repeat", "positions")),
+    ]
+
+
 def make_record() -> Record:
     steps = _steps()
     twin = tuple(row.loss + 0.002 for row in steps)
@@ -165,6 +180,7 @@ def make_record() -> Record:
             *(TwinRow(kind=kind, tensor="logits", relative_error=1e-14) for kind in ("absorbed", "packed")),
             TwinRow(kind="packed_leak", tensor="sequence 0", relative_error=0.0),
         ],
+        rope=_rope(),
         finite_looked=100,
         finite_steps=STEPS,
         finite_kinds=("gradient", "input", "loss", "output_gradient", "weight"),

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from smoke.kernels.mla_rope.tables import Tables
 
-_LARGEST_HEAD_BLOCK = 8  # not tuned
-_LARGEST_COLUMN_BLOCK = 128  # not tuned
+LARGEST_BLOCKS = (8, 128)
+"""Heads and copied columns that one program takes at a time, at most; not tuned."""
 
 
 @triton.jit
@@ -241,32 +241,50 @@ def key_value_grad(dkey_TND: Tensor, dvalue_TNV: Tensor, tables: Tables, nope_di
 
 
 def rotate_into(
-    copy_TNC: Tensor, pe_TNR: Tensor, copied_TNC: Tensor, out_TNR: Tensor, tables: Tables, inverse: bool = False
+    copy_TNC: Tensor,
+    pe_TNR: Tensor,
+    copied_TNC: Tensor,
+    out_TNR: Tensor,
+    tables: Tables,
+    inverse: bool = False,
+    blocks: tuple[int, int] = LARGEST_BLOCKS,
 ) -> None:
     """Write ``copy`` to ``copied`` and ``pe``, rotated, to ``out``: views of any strides."""
     (tokens, heads, rope_dim), copied = pe_TNR.shape, copy_TNC.shape[-1]
-    meta = _blocks(heads, copied, rope_dim)
+    meta = _blocks(heads, copied, rope_dim, blocks)
     grid = (tokens, triton.cdiv(heads, meta["BLOCK_N"]))
     args = _with_strides(copy_TNC, copied_TNC, pe_TNR, out_TNR, *tables)
     _launch(_rotate_kernel, grid, tables, heads, pe_TNR, args, COPIED=copied, INVERSE=inverse, **meta)
 
 
-def key_value_into(kv_TNC: Tensor, k_pe_TR: Tensor, key_TND: Tensor, value_TNV: Tensor, tables: Tables) -> None:
+def key_value_into(
+    kv_TNC: Tensor,
+    k_pe_TR: Tensor,
+    key_TND: Tensor,
+    value_TNV: Tensor,
+    tables: Tables,
+    blocks: tuple[int, int] = LARGEST_BLOCKS,
+) -> None:
     """Write key and value: views of any strides."""
     (tokens, heads, columns), value = kv_TNC.shape, value_TNV.shape[-1]
-    meta = _blocks(heads, max(columns - value, value), k_pe_TR.shape[-1])
+    meta = _blocks(heads, max(columns - value, value), k_pe_TR.shape[-1], blocks)
     grid = (tokens, triton.cdiv(heads, meta["BLOCK_N"]))
     args = _with_strides(kv_TNC, k_pe_TR, key_TND, value_TNV, *tables)
     _launch(_key_value_kernel, grid, tables, heads, kv_TNC, args, NOPE=columns - value, VALUE=value, **meta)
 
 
 def key_value_grad_into(
-    dkey_TND: Tensor, dvalue_TNV: Tensor, dkv_TNC: Tensor, dk_pe_TR: Tensor, tables: Tables
+    dkey_TND: Tensor,
+    dvalue_TNV: Tensor,
+    dkv_TNC: Tensor,
+    dk_pe_TR: Tensor,
+    tables: Tables,
+    blocks: tuple[int, int] = LARGEST_BLOCKS,
 ) -> None:
     """Write the gradients of kv and k_pe: views of any strides."""
     (tokens, heads, columns), rope_dim, value = dkey_TND.shape, dk_pe_TR.shape[-1], dvalue_TNV.shape[-1]
     nope = columns - rope_dim
-    meta = _blocks(heads, max(nope, value), rope_dim)
+    meta = _blocks(heads, max(nope, value), rope_dim, blocks)
     args = _with_strides(dkey_TND, dvalue_TNV, dkv_TNC, dk_pe_TR, *tables)
     _launch(_key_value_grad_kernel, (tokens,), tables, heads, dkey_TND, args, NOPE=nope, VALUE=value, **meta)
 
@@ -276,11 +294,11 @@ def interpreted() -> bool:
     return not isinstance(_rotate_kernel, triton.runtime.JITFunction)
 
 
-def _blocks(heads: int, columns: int, rope_dim: int) -> dict[str, int]:
-    power = triton.next_power_of_2
+def _blocks(heads: int, columns: int, rope_dim: int, largest: tuple[int, int]) -> dict[str, int]:
+    power, (most_heads, most_columns) = triton.next_power_of_2, largest
     return {
-        "BLOCK_N": min(power(heads), _LARGEST_HEAD_BLOCK),
-        "BLOCK_C": min(power(max(columns, 1)), _LARGEST_COLUMN_BLOCK),
+        "BLOCK_N": min(power(heads), most_heads),
+        "BLOCK_C": min(power(max(columns, 1)), most_columns),
         "BLOCK_H": power(rope_dim // 2),
         "HALF": rope_dim // 2,
     }
