@@ -15,7 +15,7 @@ from smoke.faults import FAULTS, active, by_name, injected, replaced, small_conf
 from smoke.plan import resolve
 from smoke.requirements import CHECKS
 
-WITHOUT_FAULT: set[str] = {"preflight", "gradient_parity", "absorbed_parity", "packed_parity", "gradient_presence"} | {
+WITHOUT_FAULT: set[str] = {"gradient_parity", "absorbed_parity", "packed_parity", "gradient_presence"} | {
     "loss_tracking",
     "memory",
     "throughput",

@@ -21,8 +21,9 @@ def rope_contract(record: Record, plan: Any, limits: Any) -> Finding:
     limit = f"error <= {number(ERRORS_MAX['forward'])} rounding units (tables 1); no element wrong"
     wrong = [row for row in rows if not _holds(row)]
     if wrong:
-        row, more = wrong[0], f"and {len(wrong) - 1} more of {len(rows)} rows" if wrong[1:] else ""
-        return failed(name, f"{row.kind} {number(row.value)}", limit, _place(row), more)
+        kinds = ", ".join(dict.fromkeys(row.kind for row in wrong))
+        detail, row = f"{len(wrong)} of {len(rows)} rows: {kinds}", wrong[0]
+        return failed(name, f"{row.kind} {number(row.value)}", limit, _place(row), detail)
     gap = _gap(rows, plan)
     if gap:
         return unable(name, gap)
