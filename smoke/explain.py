@@ -139,6 +139,16 @@ CHECKS: dict[str, Text] = {
         "poisons the next checkpoint: do not resume from it. Infinity first in an output gradient: "
         "learning rate or loss scale. A batch whose every label is ignored gives 0/0 in the loss.",
     ),
+    "weight_freshness": Text(
+        proves="The weights that quantized GEMMs multiply are those of the present step, in forward, backward and "
+        "replay: no quantized copy was left over from before an optimizer step.",
+        measures="Each weight operand is caught as it enters the product and compared with a fresh quantization of the "
+        "Parameter that the module registers, with the same scale. Leaves take turns, each is looked at in every "
+        "eighth step (in shorter runs at least once), from the first step after an update on.",
+        limit="Exact: no differing bit, in values and in factors.",
+        red="The row names step, weight and direction. Only col red: the transposed copy is not refreshed. From step 1 "
+        "on, every module: the cache is never invalidated. Losses and gradient_parity may be red too; mend this first.",
+    ),
     "gradient_presence": Text(
         proves="Every parameter takes part in learning: it has a gradient that is not zero.",
         measures="After each backward, before clipping, every parameter of the watched module is counted as present "

@@ -20,6 +20,7 @@ CHECKS = (
     "packed_parity",
     "rope_contract",
     "finite",
+    "weight_freshness",
     "gradient_presence",
     "loss_tracking",
     "memory",
@@ -39,6 +40,9 @@ def required_checks(config: RunConfig, recipe: Recipe) -> tuple[tuple[str, ...],
     reasons: dict[str, str] = {}
     if recipe.name == "bf16":
         reasons["quantizer"] = reasons["quantization_engaged"] = "bf16 quantizes nothing"
+        reasons["weight_freshness"] = "bf16 quantizes nothing"
+    elif config.steps < 2:
+        reasons["weight_freshness"] = "needs --steps 2 or more: a cache is stale only after an update"
     if not config.recompute:
         reasons["recompute_parity"] = reasons["memory"] = "--recompute none: nothing is recomputed"
     if config.layout != "thd":

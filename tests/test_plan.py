@@ -239,6 +239,7 @@ def test_required_checks_follow_the_request():
         "packed_parity",
         "loss_tracking",
         "throughput",
+        "weight_freshness",
     }
     assert "--steps 10" in bare.skipped["loss_tracking"]
 

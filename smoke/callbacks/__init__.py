@@ -17,8 +17,18 @@ if TYPE_CHECKING:
     from smoke.callbacks.presence import GradientPresence
     from smoke.callbacks.step_log import StepLog
     from smoke.callbacks.throughput import Throughput
+    from smoke.callbacks.weight_freshness import WeightFreshness
 
-__all__ = ["Coverage", "Finite", "GradientParity", "GradientPresence", "LossTracker", "StepLog", "Throughput"]
+__all__ = [
+    "Coverage",
+    "Finite",
+    "GradientParity",
+    "GradientPresence",
+    "LossTracker",
+    "StepLog",
+    "Throughput",
+    "WeightFreshness",
+]
 
 _HOMES = {
     "Coverage": "coverage",
@@ -28,6 +38,7 @@ _HOMES = {
     "LossTracker": "loss_tracker",
     "StepLog": "step_log",
     "Throughput": "throughput",
+    "WeightFreshness": "weight_freshness",
 }
 
 

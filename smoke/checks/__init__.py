@@ -15,6 +15,7 @@ from smoke.checks.bits import determinism, recompute_parity
 from smoke.checks.coverage import coverage, preflight
 from smoke.checks.finding import ERROR, FAIL, PASS, SKIP, Check, Finding
 from smoke.checks.gradients import gradient_parity, gradient_presence, quantization_engaged
+from smoke.checks.ledgers import weight_freshness
 from smoke.checks.rope import rope_contract
 from smoke.checks.training import loss_tracking, memory, throughput
 from smoke.checks.values import absorbed_parity, finite, packed_parity, quantizer
@@ -35,6 +36,7 @@ CHECKS: dict[str, Check] = {
         packed_parity,
         rope_contract,
         finite,
+        weight_freshness,
         gradient_presence,
         loss_tracking,
         memory,

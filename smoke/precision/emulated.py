@@ -54,6 +54,8 @@ class Runtime:
     modes: list[_Mode] = field(default_factory=list)
     keeps_input: Callable[[Tensor], bool] = lambda x: False
     """Whether a recompute region brings this tensor back (the model's ``Recompute.is_discarded``)."""
+    show_weights: Callable[[Sequence[Quantizers], Direction, _Operands, Scales], None] = lambda *operand: None
+    """Told of each weight operand that is about to be multiplied: the quantizers of its groups, direction, scales."""
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
@@ -182,6 +184,7 @@ class _QuantizedProduct(torch.autograd.Function):
             x_row, x_col = _both(x_PI, rows, q.x, ctx.x_scales)
             saved, ctx.x_factors = x_col
         w_row = _weights(w_OI, q.w, "row", ctx.w_scales)
+        q.runtime.show_weights(quantizers, "row", w_row, ctx.w_scales)
         q.runtime.count(q.module, "output", len(rows), quantized=True)
         ctx.save_for_backward(saved, *w_OI)
         w_KN = [w.mT for w in w_row.values.split([w.shape[0] for w in w_OI])]
@@ -201,6 +204,7 @@ class _QuantizedProduct(torch.autograd.Function):
         dw_OI: list[Tensor | None] = [None] * len(rows)
         if ctx.needs_input_grad[0]:
             w_col = _weights(w_OI, q.w, "col", ctx.w_scales)
+            q.runtime.show_weights(quantizers, "col", w_col, ctx.w_scales)
             q.runtime.count(q.module, "grad_input", len(rows), quantized=True)
             w_ON = w_col.values.split([w.shape[0] for w in w_OI])
             dx_PI = grouped_product(dy_row.values, w_ON, rows, factors=_factors(dy_row, w_col), out_dtype=dy_PO.dtype)

@@ -14,10 +14,20 @@ import lightning
 import torch
 from torch import nn
 
-from smoke.callbacks import Coverage, Finite, GradientParity, GradientPresence, LossTracker, StepLog, Throughput
+from smoke.callbacks import (
+    Coverage,
+    Finite,
+    GradientParity,
+    GradientPresence,
+    LossTracker,
+    StepLog,
+    Throughput,
+    WeightFreshness,
+)
 from smoke.data.module import WORKERS_WARNING, batch_sha256
 from smoke.model.linear import GroupedLinear, HeadwiseLinear, Linear
 from smoke.model.routing import RoutingTape, record_routing
+from smoke.precision.weights import MultipliedWeights
 from smoke.record import Record, StepRow
 from smoke.run.idle import Idle
 from smoke.run.session import Session
@@ -51,11 +61,12 @@ class Watch:
     gradients: GradientParity
     finite: Finite
     presence: GradientPresence
+    freshness: WeightFreshness
     log: StepLog
     recorder: RoutingRecorder
 
     def callbacks(self) -> list[lightning.Callback]:
-        inner = [self.loss, self.gradients, self.finite, self.presence, self.coverage]
+        inner = [self.loss, self.gradients, self.finite, self.presence, self.freshness, self.coverage]
         return [*self.throughput.around(inner), self.log]
 
     def collect(self, record: Record) -> None:
@@ -63,6 +74,7 @@ class Watch:
         record.finite, record.finite_looked = list(self.finite.rows), self.finite.looked
         record.finite_steps, record.finite_kinds = self.finite.steps, tuple(sorted(self.finite.meter.kinds))
         record.presence, record.throughput = self.presence.rows(), self.throughput.summary()
+        record.freshness = list(self.freshness.rows)
         record.tokens, record.mean_loss = self.loss.tokens(), self.loss.mean_loss()
 
 
@@ -88,6 +100,9 @@ def watch(session: Session, sink: Callable[[StepRow], None]) -> Watch:
         ),
         finite=Finite(_leaves, prefix="model."),
         presence=GradientPresence(Idle(session), prefix="model."),
+        freshness=WeightFreshness(
+            MultipliedWeights(session.precision.runtime, session.model), every=min(8, max(1, plan.config.steps - 1))
+        ),
         log=StepLog(loss, throughput, sink),
         recorder=recorder,
     )

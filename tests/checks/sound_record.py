@@ -10,6 +10,7 @@ from smoke.checks import CHECKS, Finding, judge
 from smoke.record import (
     BitRow,
     CoverageRow,
+    FreshnessRow,
     GradientRow,
     LossCurves,
     MemoryRow,
@@ -89,6 +90,15 @@ def _bits() -> list[BitRow]:
         for kind in ("rerun", "recompute")
         for step in range(3)
         for quantity, name in tensors
+    ]
+
+
+def _freshness() -> list[FreshnessRow]:
+    return [
+        FreshnessRow(step=step, module=module, direction=direction, operands=1, elements=64, stale=0)
+        for step in (1, 5)
+        for module in QUANTIZED
+        for direction in ("row", "col")
     ]
 
 
@@ -188,6 +198,7 @@ def make_record() -> Record:
             PresenceRow(parameter="a.weight", present_steps=10, nonzero_steps=10, steps=10, may_be_zero=False),
             PresenceRow(parameter="experts.weight3", present_steps=0, nonzero_steps=0, steps=0, may_be_zero=True),
         ],
+        freshness=_freshness(),
         memory=_memory(),
         curves=LossCurves(
             run=tuple(row.loss for row in steps),

@@ -52,7 +52,11 @@ def test_no_rows_at_all_in_a_quantized_run(case):
     ],
 )  # fmt: skip
 def test_rows_that_did_not_run_as_planned(case, which, changes, where):
-    assert where in case.spoil("coverage", which, **changes).only_red("FAIL", "coverage").where
+    findings = case.spoil("coverage", which, **changes).findings()
+    assert findings["coverage"].status == "FAIL"
+    assert where in findings["coverage"].where
+    # A planned leaf that nobody was told of was not looked at for stale weights either.
+    assert {name for name, f in findings.items() if f.status != "PASS"} <= {"coverage", "weight_freshness"}
 
 
 def test_replays_outside_the_context_name_every_leaf(case):

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from smoke.record.ledgers import FreshnessRow
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepRow:
@@ -248,6 +250,7 @@ class Record:
     finite_steps: int = 0
     """Optimizer steps in which it looked at all of them."""
     presence: list[PresenceRow] = field(default_factory=list)
+    freshness: list[FreshnessRow] = field(default_factory=list)
     memory: list[MemoryRow] = field(default_factory=list)
     curves: LossCurves = field(default_factory=LossCurves)
     throughput: ThroughputSummary | None = None
