@@ -10,6 +10,7 @@ from small_runs import SMALL, finding, red, small_session
 
 import smoke.precision.emulated as emulated
 from smoke.config import PolicyConfig
+from smoke.faults import by_name, injected
 from smoke.precision.weights import MultipliedWeights
 from smoke.trajectories import untouched_random_states
 
@@ -63,32 +64,18 @@ def test_a_leaf_that_multiplies_another_tensor_than_its_parameter_is_found():
     assert {pair.module for pair in pairs if not _equal(pair)} == {"layers.0.mlp.linear_fc1"}
 
 
-def _cache_for_ever(monkeypatch):
-    """The operand of the first call is kept: every later step trains on the weights of step 0."""
-    fresh, cache = emulated._weights, {}
-
-    def cached(w_OI, spec, direction, scales):
-        key = (tuple(w.data_ptr() for w in w_OI), direction)
-        if key not in cache:
-            cache[key] = fresh(w_OI, spec, direction, scales)
-        return cache[key]
-
-    monkeypatch.setattr(emulated, "_weights", cached)
-
-
 @pytest.mark.parametrize("precision", ["fp8-delayed", "nvfp4"])
-def test_weights_that_are_not_quantized_again(monkeypatch, precision):
-    _cache_for_ever(monkeypatch)
-    with untouched_random_states():
+def test_weights_that_are_not_quantized_again(precision):
+    with injected(by_name("weight-cache-never-refreshed")), untouched_random_states():
         _, pairs = _pairs(small_session(precision=precision))
     stale = [pair for pair in pairs if not _equal(pair)]
     assert len(stale) > len(pairs) / 2
     assert {pair.direction for pair in stale} == {"row", "col"}
 
 
-def test_stale_weights_turn_the_run_red(run, monkeypatch):
-    _cache_for_ever(monkeypatch)
-    report = run(precision="mxfp8")
+def test_stale_weights_turn_the_run_red(run):
+    with injected(by_name("weight-cache-never-refreshed")):
+        report = run(precision="mxfp8")
     assert {"weight_freshness"} <= red(report) <= {"weight_freshness", "gradient_parity", "loss_tracking"}
     assert "step 1 " in finding(report, "weight_freshness")["where"]
     assert report["exit_code"] == 1
