@@ -182,6 +182,10 @@ class CheckConfig:
 class TrainerConfig:
     """Lightning Trainer options that this project passes on."""
 
+    accumulate_grad_batches: int = 1
+    """Batches whose gradients make one optimizer step, each label weighing the same."""
+    gradient_clip_val: float | None = None
+    """Largest norm of all gradients together, to which longer ones are scaled; null clips nothing."""
     progress_bar: bool = True
     """Show Lightning's progress bar (never when standard output is not a terminal)."""
 

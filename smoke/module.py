@@ -1,12 +1,18 @@
 """The LightningModule and its optimizer: losses, AdamW on float32 masters, nothing else.
 
+Every label weighs the same, also where several micro-batches make one optimizer step. Their labels are unevenly many
+(packing, masked prompts), so the mean of their means would weigh a label of a short micro-batch more. Such batches
+bring the mean counts of their step (``smoke.data.module``), the loss divides its sums by those, and then the mean over
+the micro-batches, which is what Lightning takes, is the loss of one large batch. Their gradients add up in float32, as
+Megatron-core's do: in BF16 each addition would round.
+
 No precision, no kernel and no measuring lives here. ``train_step`` is the same step without a Trainer, for the
 trajectories that the parity checks run; a test holds it bit-equal to Lightning's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +23,7 @@ from torch import Tensor, nn
 
 from smoke.config import TrainConfig
 from smoke.model.deepseek import DeepseekV3
+from smoke.model.layers import wide_dtype
 
 IGNORED_LABEL = -100
 Batch = dict[str, Tensor]
@@ -85,18 +92,33 @@ class MasterAdamW(torch.optim.Optimizer):
 
 
 class SmokeModule(lightning.LightningModule):
-    """Next-token and multi-token-prediction losses of a DeepSeek-V3-shaped model."""
+    """Next-token and multi-token-prediction losses of a DeepSeek-V3-shaped model.
 
-    def __init__(self, model: DeepseekV3, train: TrainConfig, *, mtp_loss_weight: float):
+    ``accumulates``: several micro-batches make a step, so gradients of BF16 parameters are float32.
+    """
+
+    def __init__(self, model: DeepseekV3, train: TrainConfig, *, mtp_loss_weight: float, accumulates: bool = False):
         super().__init__()
         self.model, self.train_config, self.mtp_loss_weight = model, train, mtp_loss_weight
+        if accumulates:
+            for parameter in model.parameters():
+                parameter.grad_dtype = torch.float32
 
     def loss(self, batch: Batch) -> Tensor:
-        """Scalar float32 loss: cross entropy over labels that are not ignored, plus MTP and balance terms."""
+        """Scalar float32 loss: cross entropy over labels that are not ignored, plus MTP and balance terms.
+
+        The terms are means over the batch's own labels and sequences, or, with ``mean_counts`` in the batch, sums
+        divided by those.
+        """
         out = self.model(batch)
-        loss = _cross_entropy(out.logits_TV, out.labels_T) + out.aux_loss
+        labels, next_labels, sequences = batch.get("mean_counts", (None, None, None))
+        aux_loss = (
+            out.aux_loss if sequences is None else out.aux_loss * (_sequences(batch) / sequences).to(out.aux_loss)
+        )
+        loss = _cross_entropy(out.logits_TV, out.labels_T, labels) + aux_loss
         if out.mtp_logits_TV is not None:
-            loss = loss + self.mtp_loss_weight * _cross_entropy(out.mtp_logits_TV, out.mtp_labels_T)
+            assert out.mtp_labels_T is not None
+            loss = loss + self.mtp_loss_weight * _cross_entropy(out.mtp_logits_TV, out.mtp_labels_T, next_labels)
         return loss
 
     def forward(self, batch: Batch) -> Tensor:
@@ -136,20 +158,48 @@ def make_optimizer(model: nn.Module, train: TrainConfig) -> MasterAdamW:
 def train_step(
     module: SmokeModule,
     optimizer: torch.optim.Optimizer,
-    batch: Batch,
+    micro_batches: Sequence[Batch],
     context: Callable[[], AbstractContextManager],
     on_gradients: Callable[[], None] = lambda: None,
+    *,
+    clip: float | None = None,
 ) -> Tensor:
-    """One optimizer step without a Trainer; ``context`` surrounds the forward only, as Lightning's does."""
-    with context():
-        loss = module.loss(batch)
-    loss.backward()
+    """One optimizer step without a Trainer, in Lightning's order and arithmetic.
+
+    Args:
+        module: its gradients are empty, and will be again.
+        optimizer: of the module.
+        micro_batches: of one step.
+        context: surrounds each forward only, as Lightning's does.
+        on_gradients: called when all gradients are there, before they are clipped.
+        clip: largest norm of the gradients.
+
+    Returns:
+        The step's loss, the mean over the micro-batches: float64, 0-d.
+    """
+    shares = []
+    for batch in micro_batches:
+        with context():
+            loss = module.loss(batch)
+        share = loss / len(micro_batches)
+        share.backward()
+        shares.append(share.detach().double())
     on_gradients()
+    if clip is not None:
+        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
     optimizer.step()
     module.model.after_optimizer_step()
     optimizer.zero_grad()
-    return loss.detach()
+    return torch.stack(shares).sum()
 
 
-def _cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-    return F.cross_entropy(logits_TV.float(), labels_T, ignore_index=IGNORED_LABEL)
+def _cross_entropy(logits_TV: Tensor, labels_T: Tensor, mean_count: Tensor | None) -> Tensor:
+    logits_TV = logits_TV.to(wide_dtype(logits_TV.dtype))
+    if mean_count is None:
+        return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL)
+    return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction="sum") / mean_count.to(logits_TV)
+
+
+def _sequences(batch: Batch) -> int:
+    """Sequences of a batch: rows (sbhd) or parts of the pack (thd)."""
+    return len(batch["cu_seqlens"]) - 1 if "cu_seqlens" in batch else len(batch["tokens"])

@@ -186,7 +186,7 @@ def _no_cuda(environment: Environment) -> str:
 
 
 def _refuse_memory(config: RunConfig, environment: Environment, device: str) -> None:
-    need = shapes.least_bytes(config.model, config.data, config.steps)
+    need = shapes.least_bytes(config.model, config.data, config.steps * config.trainer.accumulate_grad_batches)
     have = environment.devices[0].memory_bytes if device == "cuda" else environment.memory_bytes
     count = shapes.parameter_count(config.model)
     text = f"--model, --data, --steps: {count:,} parameters and {config.steps:,} batches need at least "

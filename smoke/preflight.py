@@ -169,7 +169,7 @@ def _attention_widths(config: RunConfig, environment: Environment) -> Rule:
 
 
 def _memory(config: RunConfig, environment: Environment) -> Rule:
-    need = shapes.least_bytes(config.model, config.data, config.steps)
+    need = shapes.least_bytes(config.model, config.data, config.steps * config.trainer.accumulate_grad_batches)
     cuda = config.device != "cpu" and environment.cuda_available
     have = environment.devices[0].memory_bytes if cuda else environment.memory_bytes
     device = "cuda" if cuda else "cpu"

@@ -72,6 +72,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "policy.first_layers_bf16": (0, LARGEST),
     "policy.amax_history_len": (1, 65_536),
     "policy.margin": (-127, 127),
+    "trainer.accumulate_grad_batches": (1, 100_000),
+    "trainer.gradient_clip_val": (0, math.inf),
     "check.parity_steps": (3, 1000),
     "check.gradient_parity_every": (1, LARGEST),
 }
@@ -86,6 +88,7 @@ OPEN = {
     "train.adam_beta1",
     "train.adam_beta2",
     "train.adam_eps",
+    "trainer.gradient_clip_val",
 }
 
 

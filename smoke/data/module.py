@@ -44,24 +44,33 @@ def batch_sha256(batch: Batch) -> str:
 
 
 class SmokeData(LightningDataModule):
-    """``steps`` deterministic batches of one layout.
+    """Deterministic batches of one layout, ``accumulate`` of them for each of ``steps`` optimizer steps.
 
     sbhd: tokens, labels, positions, int64 [B, S]. thd: the same, int64 [T] with T = B * S, and cu_seqlens, int32 [C].
     Labels of -100 count in no loss. The first batches do not depend on ``steps``.
 
+    Where several batches make a step, each also holds mean_counts, float64 [3]: labels, labels with a next one, and
+    sequences of the step, each divided by ``accumulate``. A loss that divides its sums by them, instead of by the
+    batch's own counts, has the same mean over the step's batches as the loss of one large batch.
+
     The constructor raises DataError for what needs no reading to be wrong, ``batches`` for the rest.
     """
 
-    def __init__(self, data: DataConfig, *, layout: str, seed: int, steps: int, vocab_size: int):
+    def __init__(self, data: DataConfig, *, layout: str, seed: int, steps: int, vocab_size: int, accumulate: int = 1):
         super().__init__()
         preflight(data, vocab_size=vocab_size)
         if steps < 1:
             raise DataError(f"--steps {steps}: a run needs a step; the least is 1")
-        self.config, self.layout, self.seed, self.steps = data, layout, seed, steps
+        self.config, self.layout, self.seed, self.steps, self.accumulate = data, layout, seed, steps, accumulate
         self.batch_tokens = data.micro_batch_size * data.sequence_length
         self.source_tokens: int | None = None
         """Tokens that the source holds, separators included; None until the batches are made."""
         self._batches: list[Batch] | None = None
+
+    @property
+    def count(self) -> int:
+        """Batches of the run."""
+        return self.steps * self.accumulate
 
     @property
     def entropy_floor(self) -> float | None:
@@ -71,12 +80,14 @@ class SmokeData(LightningDataModule):
     @property
     def epochs(self) -> float | None:
         """How many times the run goes through its source (rounding and dropped tails aside)."""
-        return None if self.source_tokens is None else self.steps * self.batch_tokens / self.source_tokens
+        return None if self.source_tokens is None else self.count * self.batch_tokens / self.source_tokens
 
     def batches(self) -> list[Batch]:
         """The batches, on the CPU; made at the first call, then the same list. Raises DataError."""
         if self._batches is None:
-            arrays = itertools.islice(self._arrays(), self.steps)
+            arrays = list(itertools.islice(self._arrays(), self.count))
+            if self.accumulate > 1:
+                _add_mean_counts(arrays, self.accumulate)
             self._batches = [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in arrays]
         return self._batches
 
@@ -85,13 +96,13 @@ class SmokeData(LightningDataModule):
         self.batches()
 
     def train_dataloader(self) -> DataLoader:
-        """The batches in order, one epoch of ``steps``."""
+        """The batches in order, one epoch."""
         batches = cast("Dataset[Batch]", self.batches())
         return DataLoader(batches, batch_size=None, num_workers=0, generator=torch.Generator())
 
     def _arrays(self) -> Iterator[dict[str, np.ndarray]]:
         # Twice what is needed: packs drop a third at most, and a generated source is then never read again.
-        found = documents(self.config, seed=self.seed, tokens=2 * self.steps * self.batch_tokens + 1)
+        found = documents(self.config, seed=self.seed, tokens=2 * self.count * self.batch_tokens + 1)
         self.source_tokens = sum(map(len, found))
         return self._packs(found) if self.layout == "thd" else self._rows(found)
 
@@ -127,3 +138,11 @@ class SmokeData(LightningDataModule):
         elif surely > 2:
             remedy += f", or --data.micro_batch_size 1 --data.sequence_length {surely - 1}"
         return DataError(f"--data.source {self.config.source}: {problem}; {remedy}")
+
+
+def _add_mean_counts(batches: list[dict[str, np.ndarray]], accumulate: int) -> None:
+    for start in range(0, len(batches), accumulate):
+        step = batches[start : start + accumulate]
+        mean = np.sum([packing.loss_counts(batch) for batch in step], axis=0) / accumulate
+        for batch in step:
+            batch["mean_counts"] = mean.copy()

@@ -19,7 +19,7 @@ Shape letters: B rows, S tokens of a row, T tokens of a pack, C sequence edges o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -52,6 +52,21 @@ def row_batch(rows_of_batch: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     tokens_BS, labels_BS = row_BS1[:, :-1].copy(), row_BS1[:, 1:].copy()
     positions_BS = np.broadcast_to(np.arange(tokens_BS.shape[1]), tokens_BS.shape).copy()
     return {"tokens": tokens_BS, "labels": labels_BS, "positions": positions_BS}
+
+
+def loss_counts(batch: Mapping[str, np.ndarray]) -> np.ndarray:
+    """What the terms of a batch's loss are means over, int64 [3]: labels, labels with a next one, sequences.
+
+    A label has a next one, which the multi-token prediction learns, where the token behind it is of the same sequence
+    and neither label is ignored.
+    """
+    counts = batch["labels"] != IGNORED
+    pairs = counts[..., :-1] & counts[..., 1:]
+    if "cu_seqlens" not in batch:
+        return np.array([counts.sum(), pairs.sum(), len(counts)])
+    edges = batch["cu_seqlens"]
+    pairs[edges[1:-1] - 1] = False
+    return np.array([counts.sum(), pairs.sum(), len(edges) - 1])
 
 
 def longest_sequence(sequence_length: int, pack_tokens: int) -> int:

@@ -233,9 +233,9 @@ def _add_curves(plan: Plan, batches: list[Any], record: Record, shared: Shared) 
     from smoke.run.twin import twin_curves
 
     config = plan.config
-    key = repr(
-        (config.model, config.data, config.train, config.layout, config.steps, config.seed, plan.device, plan.impl)
-    )
+    arithmetic = (config.trainer.accumulate_grad_batches, config.trainer.gradient_clip_val)
+    parts = (config.model, config.data, config.train, config.layout, config.steps, config.seed, plan.device, plan.impl)
+    key = repr((*parts, *arithmetic))
     if key not in shared.curves:
         shared.curves[key] = twin_curves(plan, batches)
     curves = shared.curves[key]

@@ -115,6 +115,8 @@ def fit(session: Session, watched: Watch, record: Record) -> None:
         trainer = lightning.Trainer(
             max_steps=config.steps,
             max_epochs=1,
+            accumulate_grad_batches=config.trainer.accumulate_grad_batches,
+            gradient_clip_val=config.trainer.gradient_clip_val,
             accelerator="gpu" if session.plan.device.startswith("cuda") else "cpu",
             devices=1,
             plugins=[session.precision],

@@ -22,45 +22,47 @@ from smoke.run.session import Session
 
 
 class Idle:
-    """Called once after each step's backward: names of the parameters of which no gradient is expected.
+    """Called once after each step's last backward: names of the parameters of which no gradient is expected.
 
-    Forward hooks, which only read, note the batch and what each router chose.
+    Forward hooks, which only read, note each micro-batch and what every router chose.
     """
 
     def __init__(self, session: Session):
-        self._session, self._step = session, 0
-        self._batch: Batch = {}
-        self._choices: dict[str, Tensor] = {}
+        self._session = session
+        self._seen: list[tuple[Batch, dict[str, Tensor]]] = []
         session.model.register_forward_pre_hook(self._see_batch)
         for name, module in session.model.named_modules():
             if isinstance(module, Router):
                 module.register_forward_hook(partial(self._see_choices, name.removesuffix(".router")))
 
     def __call__(self) -> Collection[str]:
-        self._step += 1
-        if self._step <= self._session.plan.recipe.warmup_steps:
+        seen, self._seen = self._seen, []
+        if self._session.module.global_step < self._session.plan.recipe.warmup_steps:
             return [name for name, _ in self._session.model.named_parameters()]
-        config = self._session.plan.config
-        counts = {"main": self._batch["labels"].flatten() != IGNORED_LABEL}
+        return set.intersection(*(self._idle_in(batch, choices) for batch, choices in seen))
+
+    def _idle_in(self, batch: Batch, choices: dict[str, Tensor]) -> set[str]:
+        """Names of the experts' weights that have no work in one micro-batch."""
+        config, labels_T = self._session.plan.config, batch["labels"].flatten()
+        counts = {"main": labels_T != IGNORED_LABEL}
         if config.model.num_nextn_predict_layers:
-            sequences = Sequences.of(self._batch, config.layout)
-            counts["mtp"] = next_labels(self._batch["labels"].flatten(), sequences) != IGNORED_LABEL
-        return [
+            counts["mtp"] = next_labels(labels_T, Sequences.of(batch, config.layout)) != IGNORED_LABEL
+        return {
             f"{layer}.experts.linear_fc{part}.weight{expert}"
-            for layer, experts_TK in self._choices.items()
+            for layer, experts_TK in choices.items()
             for expert in without_work(
                 experts_TK, counts["mtp" if layer.startswith("mtp.") else "main"], config.model.n_routed_experts
             )
             for part in (1, 2)
-        ]
+        }
 
     def _see_batch(self, model: Any, args: tuple[Batch, ...]) -> None:
         if model.training and torch.is_grad_enabled():
-            self._batch = args[0]
+            self._seen.append((args[0], {}))
 
     def _see_choices(self, layer: str, router: Router, args: Any, routing: Any) -> None:
         if router.training and torch.is_grad_enabled():
-            self._choices[layer] = routing.experts_TK
+            self._seen[-1][1][layer] = routing.experts_TK
 
 
 def without_work(experts_TK: Tensor, counts_T: Tensor, experts: int) -> list[int]:

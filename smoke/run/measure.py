@@ -25,7 +25,7 @@ from smoke.trajectories import Snapshot, Trajectory, compare, deterministic, fol
 def parity(session: Session) -> tuple[list[BitRow], list[MemoryRow], float | None]:
     """Follow recompute on, on again, and off, from one snapshot: bits, held bytes, and MiB held with recompute on."""
     steps = max(session.plan.config.check.parity_steps, session.plan.recipe.warmup_steps + 1)
-    batches = [session.batches[i % len(session.batches)] for i in range(steps)]
+    windows = [session.windows[i % session.plan.config.steps] for i in range(steps)]
     optimizer = session.optimizer()
     snapshot = Snapshot.take(session.module, optimizer)
     slices = {f"model.{name}": parts for name, parts in session.model.gradient_slices().items()}
@@ -34,7 +34,7 @@ def parity(session: Session) -> tuple[list[BitRow], list[MemoryRow], float | Non
         session.recompute.active = recompute
         count = MemoryCount(session)
         step = session.step(optimizer)
-        result = follow(session.module, lambda b, g: count.after(step(b, g)), batches, (SavedTensorError,))
+        result = follow(session.module, lambda w, g: count.after(step(w, g)), windows, (SavedTensorError,))
         snapshot.restore(session.module, optimizer)
         return result, count
 

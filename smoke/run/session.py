@@ -7,7 +7,7 @@ parameters (same storage, own gradients) and on clones of the buffers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +29,7 @@ from smoke.precision.recipe import RECIPES
 
 @dataclass
 class Session:
-    """The parts of one run, wired. ``batches`` are on the run's device."""
+    """The parts of one run, wired. ``batches`` are on the run's device; ``windows`` are those of each step."""
 
     plan: Plan
     data: SmokeData
@@ -40,39 +40,63 @@ class Session:
     twin: SmokeModule
 
     @property
+    def windows(self) -> list[list[Batch]]:
+        return windows(self.plan, self.batches)
+
+    @property
     def model(self) -> DeepseekV3:
         return self.module.model
 
     def optimizer(self) -> MasterAdamW:
         return make_optimizer(self.model, self.plan.config.train)
 
-    def step(self, optimizer: MasterAdamW) -> Callable[[Batch, Callable[[], None]], Tensor]:
+    def step(self, optimizer: MasterAdamW) -> Callable[[Sequence[Batch], Callable[[], None]], Tensor]:
         """One optimizer step of the watched module, in the form that trajectories take."""
-        return lambda batch, on_gradients: train_step(
-            self.module, optimizer, batch, self.precision.forward_context, on_gradients
+        clip = self.plan.config.trainer.gradient_clip_val
+        return lambda window, on_gradients: train_step(
+            self.module, optimizer, window, self.precision.forward_context, on_gradients, clip=clip
         )
 
     def reference_gradients(self, batch: Batch, routing: RoutingTape | None) -> dict[str, Tensor]:
-        """Gradients of the BF16 twin at the live weights, by parameter name of the model; routing replayed if given."""
+        """Gradients of the BF16 twin at the live weights, by parameter name of the model; routing replayed if given.
+
+        Of a micro-batch they are those of its share of the step's loss, as many times larger (float64): a gradient of
+        the undivided loss would be rounded elsewhere.
+        """
+        count = self.plan.config.trainer.accumulate_grad_batches
         aliases = {f"model.{name}": p.detach().requires_grad_() for name, p in self.model.named_parameters()}
+        if count > 1:
+            for alias in aliases.values():
+                alias.grad_dtype = torch.float32  # as those of the module that accumulates
         twin_buffers = dict(self.twin.model.named_buffers())
         buffers = {f"model.{n}": b.detach().clone() for n, b in self.model.named_buffers() if n in twin_buffers}
         batch = {key: value.to(next(iter(aliases.values())).device) for key, value in batch.items()}
         with torch.enable_grad(), replay_routing(routing) if routing is not None else contextlib.nullcontext():
             loss = functional_call(self.twin, {**aliases, **buffers}, (batch,), strict=False)
-        gradients = torch.autograd.grad(loss, list(aliases.values()), allow_unused=True)
+        gradients = torch.autograd.grad(loss / count, list(aliases.values()), allow_unused=True)
         return {
-            name.removeprefix("model."): gradient
+            name.removeprefix("model."): gradient if count == 1 else gradient.double() * count
             for name, gradient in zip(aliases, gradients, strict=True)
             if gradient is not None
         }
+
+
+def windows(plan: Plan, batches: list[Batch]) -> list[list[Batch]]:
+    """The micro-batches of each optimizer step."""
+    count = plan.config.trainer.accumulate_grad_batches
+    return [batches[start : start + count] for start in range(0, len(batches), count)]
 
 
 def load_data(plan: Plan) -> tuple[SmokeData, list[Batch]]:
     """Read and pack the batches of the run, on its device. Raises DataError."""
     config = plan.config
     data = SmokeData(
-        config.data, layout=config.layout, seed=config.seed, steps=config.steps, vocab_size=config.model.vocab_size
+        config.data,
+        layout=config.layout,
+        seed=config.seed,
+        steps=config.steps,
+        vocab_size=config.model.vocab_size,
+        accumulate=config.trainer.accumulate_grad_batches,
     )
     for number, batch in enumerate(data.batches()):
         _refuse_idle_attention(plan, number, batch)
@@ -129,7 +153,12 @@ def bf16_plan(plan: Plan) -> Plan:
 
 def make_module(plan: Plan, model: DeepseekV3) -> SmokeModule:
     config = plan.config
-    return SmokeModule(model, config.train, mtp_loss_weight=config.model.mtp_loss_weight)
+    return SmokeModule(
+        model,
+        config.train,
+        mtp_loss_weight=config.model.mtp_loss_weight,
+        accumulates=config.trainer.accumulate_grad_batches > 1,
+    )
 
 
 def build(plan: Plan, data: SmokeData, batches: list[Batch]) -> Session:

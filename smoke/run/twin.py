@@ -19,7 +19,7 @@ from torch import Tensor
 
 from smoke.module import Batch, make_optimizer, train_step
 from smoke.plan import Plan
-from smoke.run.session import bf16_plan, make_model, make_module
+from smoke.run.session import bf16_plan, make_model, make_module, windows
 from smoke.trajectories import untouched_random_states
 
 Training = Iterator[float]
@@ -39,11 +39,11 @@ class TwinCurves:
 
 def twin_curves(plan: Plan, batches: list[Batch]) -> TwinCurves:
     """Train the twin four times over the run's batches: as it is, perturbed twice, and from another seed."""
-    seed = plan.config.seed
+    seed, steps = plan.config.seed, windows(plan, batches)
     trainings = [
-        _training(plan, batches, seed),
-        *(_training(plan, batches, seed, draw) for draw in range(DRAWS)),
-        _training(plan, batches[:OTHER_SEED_STEPS], seed + 1),
+        _training(plan, steps, seed),
+        *(_training(plan, steps, seed, draw) for draw in range(DRAWS)),
+        _training(plan, steps[:OTHER_SEED_STEPS], seed + 1),
     ]
     with untouched_random_states():
         curves = _side_by_side(trainings) if plan.device == "cpu" else [list(training) for training in trainings]
@@ -85,15 +85,15 @@ def _side_by_side(trainings: Sequence[Training]) -> list[list[float]]:
     return curves
 
 
-def _training(plan: Plan, batches: list[Batch], seed: int, draw: int | None = None) -> Training:
+def _training(plan: Plan, steps: list[list[Batch]], seed: int, draw: int | None = None) -> Training:
     """Yield the loss of each step."""
     plan = bf16_plan(plan)
     module = make_module(plan, make_model(plan, None, seed=seed))
-    optimizer = make_optimizer(module.model, plan.config.train)
+    optimizer, clip = make_optimizer(module.model, plan.config.train), plan.config.trainer.gradient_clip_val
     if draw is not None:
         _perturb([master for _, master in optimizer.pairs()], draw)
-    for batch in batches:
-        yield float(train_step(module, optimizer, batch, contextlib.nullcontext))
+    for window in steps:
+        yield float(train_step(module, optimizer, window, contextlib.nullcontext, clip=clip))
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 from small_runs import small_session
 from torch import Tensor
 
-from smoke.config import REGIONS, CheckConfig, PolicyConfig
+from smoke.config import REGIONS, CheckConfig, PolicyConfig, TrainerConfig
 from smoke.model.routing import record_routing
 from smoke.record import Record
 from smoke.run.fit import fit, quiet_lightning, watch
@@ -54,6 +54,7 @@ class Keep(lightning.Callback):
         self.gradients: list[dict[str, Tensor]] = []
         self.states: list[dict[str, Tensor]] = []
         self.random_state: Tensor | None = None
+        self.shares: list[Tensor] = []
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == 0:
@@ -63,7 +64,10 @@ class Keep(lightning.Callback):
         self.keep_gradients(pl_module)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.keep_step(pl_module, outputs["loss"])
+        self.shares.append(outputs["loss"].double())
+        if len(self.shares) == trainer.accumulate_grad_batches:
+            self.keep_step(pl_module, torch.stack(self.shares).sum())
+            self.shares = []
 
     def keep_gradients(self, module):
         found = {name: p.grad.detach().clone() for name, p in module.named_parameters() if p.grad is not None}
@@ -91,18 +95,20 @@ def _without_trainer(session: Any) -> Keep:
     kept = Keep()
     step = session.step(session.optimizer())
     torch.manual_seed(SEED)
-    for batch in session.batches:
-        loss = step(batch, lambda: kept.keep_gradients(session.module))
+    for window in session.windows:
+        loss = step(window, lambda: kept.keep_gradients(session.module))
         kept.keep_step(session.module, loss)
     return kept
 
 
 def _with_trainer(session: Any) -> Keep:
-    kept = Keep()
+    kept, options = Keep(), session.plan.config.trainer
     with quiet_lightning():
         trainer = lightning.Trainer(
             max_steps=STEPS,
             max_epochs=1,
+            accumulate_grad_batches=options.accumulate_grad_batches,
+            gradient_clip_val=options.gradient_clip_val,
             accelerator="cpu",
             devices=1,
             plugins=[session.precision],
@@ -125,6 +131,16 @@ def test_train_step_is_lightnings_step(precision, layout):
     biases = [name for name in left.states[0] if name.endswith("expert_bias")]
     assert len(biases) == 2
     assert all(left.states[-1][name].abs().sum() > 0 for name in biases)
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "thd"])
+def test_train_step_accumulates_and_clips_as_lightning_does(layout):
+    """Three is no power of two: dividing by it rounds, and the rounding has to be Lightning's."""
+    trainer = TrainerConfig(accumulate_grad_batches=3, gradient_clip_val=0.5, progress_bar=False)
+    with untouched_random_states():
+        left = _without_trainer(_session("nvfp4", layout, trainer=trainer))
+        right = _with_trainer(_session("nvfp4", layout, trainer=trainer))
+    _assert_same_training(left, right)
 
 
 @pytest.mark.parametrize(("precision", "layout"), CASES)
