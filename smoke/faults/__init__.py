@@ -7,7 +7,15 @@ inside) and an entry in that file's tuple; a new theme is a new file, listed bel
 from __future__ import annotations
 
 from smoke.config import nearest
-from smoke.faults import conversion, data, ledgers, numbers, replay, rope
+from smoke.faults import (
+    conversion,
+    data,
+    ledgers,
+    numbers,
+    replay,
+    rope,
+    timing,
+)
 from smoke.faults.fault import SMALL, Fault, active, injected, replaced, small_config
 
 __all__ = ["FAULTS", "SMALL", "Fault", "active", "by_name", "injected", "replaced", "small_config"]
@@ -19,6 +27,7 @@ FAULTS: tuple[Fault, ...] = (
     *data.FAULTS,
     *rope.FAULTS,
     *ledgers.FAULTS,
+    *timing.FAULTS,
 )
 """In the order of ``smoke selftest``."""
 

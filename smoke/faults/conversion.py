@@ -1,4 +1,4 @@
-"""Faults of the conversion: leaves that should be quantized and are not, or the reverse."""
+"""Faults of the conversion: leaves quantized, or not, or in another way than the recipe says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from smoke.faults.fault import Fault, replaced
+from smoke.config import PolicyConfig
+from smoke.faults.fault import SMALL, Fault, replaced
 
 
 @contextlib.contextmanager
@@ -60,6 +61,39 @@ def e5m2_gradients() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def floored_block_scale() -> Iterator[None]:
+    """MX block scales are rounded down, so the largest elements of a block saturate. Through the definition alone."""
+    import torch
+
+    from smoke.kernels.quantize import fast, reference
+
+    up = reference.e8m0_up
+
+    def down(quotient: Any) -> Any:
+        floor = (torch.frexp(quotient).exponent - 1 + 127).clamp(0, 254)
+        return torch.where(quotient > 0, floor.to(up(quotient).dtype), up(quotient))
+
+    with replaced(fast, "power_of_two_blocks", lambda *args: None), replaced(reference, "e8m0_up", down):
+        yield
+
+
+@contextlib.contextmanager
+def division_by_zero() -> Iterator[None]:
+    """The scale of a block of zeros is largest / 0. Only of E4M3, for output gradients do have rows of zeros."""
+    from smoke.kernels.quantize import fast, reference
+    from smoke.kernels.quantize.spec import Format
+
+    original = reference.current_scale
+
+    def unguarded(amax: Any, spec: Any, **kwargs: Any) -> Any:
+        scale = original(amax, spec, **kwargs)
+        return scale.masked_fill(amax == 0, float("inf")) if spec.format is Format.E4M3 else scale
+
+    with replaced(fast, "power_of_two_blocks", lambda *args: None), replaced(reference, "current_scale", unguarded):
+        yield
+
+
 FAULTS = (
     Fault(
         name="nothing-converted",
@@ -99,5 +133,29 @@ FAULTS = (
         where="dy",
         changes={"precision": "mxfp8"},
         inject=e5m2_gradients,
+    ),
+    Fault(
+        name="floored-block-scale",
+        row=13,
+        summary="block scales are rounded down instead of up under MXFP8: the largest elements saturate",
+        red=("quantizer",),
+        may_follow=("gradient_parity",),
+        where="just above the largest number",
+        changes={"precision": "mxfp8"},
+        inject=floored_block_scale,
+    ),
+    Fault(
+        name="row-of-zeros",
+        row=17,
+        summary="a block of zeros (padding) is divided by its amax; this run meets none, the known answers do",
+        red=("quantizer",),
+        may_follow=("finite",),
+        where="the recipe",
+        changes={
+            "precision": "fp8-blockwise",
+            "policy": PolicyConfig(gradient_format="e5m2"),
+            "model": dataclasses.replace(SMALL, first_k_dense_replace=2, num_nextn_predict_layers=0),
+        },
+        inject=division_by_zero,
     ),
 )

@@ -71,6 +71,32 @@ def unrestored_random_state() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def weight_detached_in_region() -> Iterator[None]:
+    """Inside a recompute region, and there alone, a leaf multiplies with a copy, which then gets the gradient."""
+    from smoke.precision import emulated
+
+    original = emulated.QuantizedLinear.multiply
+
+    def detached(leaf: Any, x_TI: Any) -> Any:
+        q = leaf.quantizers
+        if q.runtime.modes and q.runtime.modes[-1].tape is not None:
+            return emulated._QuantizedProduct.apply(x_TI, [x_TI.shape[0]], [q], leaf.weight.detach().requires_grad_())
+        return original(leaf, x_TI)
+
+    with replaced(emulated.QuantizedLinear, "multiply", detached):
+        yield
+
+
+@contextlib.contextmanager
+def outputs_kept() -> Iterator[None]:
+    """No consumer's saved tensor is recognised as a region's output, so all of them stay."""
+    from smoke.model.recompute import _Region
+
+    with replaced(_Region, "recognise", lambda region, tensor: None):
+        yield
+
+
 FAULTS = (
     Fault(
         name="replay-in-bf16",
@@ -107,5 +133,24 @@ FAULTS = (
         where="run twice differs",
         changes={"precision": "nvfp4", "policy": PolicyConfig(last_layers_bf16=0)},
         inject=unrestored_random_state,
+    ),
+    Fault(
+        name="weight-without-gradient",
+        row=25,
+        summary="a weight inside a recomputed region gets no gradient",
+        red=("gradient_presence",),
+        may_follow=("recompute_parity", "gradient_parity"),
+        where="linear_q_up_proj.weight",
+        changes={"precision": "mxfp8"},
+        inject=weight_detached_in_region,
+    ),
+    Fault(
+        name="outputs-kept",
+        row=0,
+        summary="the outputs of a discarding region are kept by their consumers: recompute frees nothing",
+        red=("memory",),
+        where="mla_up_proj",
+        changes={"precision": "mxfp8"},
+        inject=outputs_kept,
     ),
 )

@@ -3,42 +3,16 @@
 from __future__ import annotations
 
 import pathlib
-from dataclasses import replace
 from typing import Any
 
-from smoke.config import CheckConfig, DataConfig, ModelConfig, RunConfig, TrainerConfig
 from smoke.environment import detect
+from smoke.faults import SMALL, small_config
 from smoke.plan import resolve
 from smoke.report.config_yaml import config_text
 
+__all__ = ["ROOT", "SMALL", "finding", "red", "small_config", "small_session", "statuses", "yaml_of"]
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-SMALL = ModelConfig(
-    hidden_size=64,
-    num_hidden_layers=2,
-    intermediate_size=64,
-    moe_intermediate_size=32,
-    num_attention_heads=2,
-    q_lora_rank=32,
-    kv_lora_rank=32,
-    qk_nope_head_dim=32,
-    v_head_dim=32,
-    n_routed_experts=4,
-    num_nextn_predict_layers=1,
-)
-
-
-def small_config(**changes: Any) -> RunConfig:
-    """Two layers, 256 tokens a step, four steps."""
-    base = RunConfig(
-        steps=4,
-        recompute=("mla_up_proj",),
-        model=SMALL,
-        data=DataConfig(source="generated", sequence_length=64, micro_batch_size=4),
-        check=CheckConfig(gradient_parity_every=2),
-        trainer=TrainerConfig(progress_bar=False),
-    )
-    return replace(base, **changes)
 
 
 def statuses(report: dict[str, Any]) -> dict[str, str]:

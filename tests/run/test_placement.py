@@ -8,7 +8,8 @@ import torch
 from small_runs import finding, red, small_session
 
 import smoke.data.packing as packing
-from smoke.run.measure import misplaced, packed_twins, preflight_rows
+from smoke.run.forms import packed_twins
+from smoke.run.measure import misplaced, preflight_rows
 
 
 def tensors(batch):
