@@ -68,6 +68,8 @@ class Plan:
     """Checks that must pass, in the order of the report."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Reason of every check that will not run. A check that is also required makes the run end in exit code 4."""
+    compared: tuple[str, ...] = ("parameter", "slice", "free")
+    """What gradient_parity has to have rows of: whole parameters, their slices, all of them with routing free."""
 
 
 def resolve(config: RunConfig, environment: Environment) -> Plan:

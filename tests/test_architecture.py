@@ -21,7 +21,7 @@ LEVELS = (
     ("requirements",),
     ("plan",),
     ("checks",),
-    ("report",),
+    ("report", "verdict"),
     ("faults",),
     ("run",),
     ("bench",),

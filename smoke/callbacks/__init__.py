@@ -1,7 +1,7 @@
 """Callbacks that measure a run of any ``lightning.Trainer``; they judge nothing and change nothing.
 
-Each is a thin skin over a plain class. Names are resolved when first used, so that importing this package loads neither
-torch nor Lightning.
+Each is a thin skin over a plain class; ``smoke.verdict.judge`` judges what they hold. Names are resolved when first
+used, so that importing this package loads neither torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -10,35 +10,40 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from smoke.callbacks.coverage import Coverage
+    from smoke.callbacks.coverage import Coverage, GemmCounter
     from smoke.callbacks.finite import Finite
     from smoke.callbacks.gradient_parity import GradientParity
     from smoke.callbacks.loss_tracker import LossTracker
     from smoke.callbacks.presence import GradientPresence
     from smoke.callbacks.step_log import StepLog
     from smoke.callbacks.throughput import Throughput
+    from smoke.callbacks.twin import twin_reference
     from smoke.callbacks.weight_freshness import WeightFreshness
 
 __all__ = [
     "Coverage",
     "Finite",
+    "GemmCounter",
     "GradientParity",
     "GradientPresence",
     "LossTracker",
     "StepLog",
     "Throughput",
     "WeightFreshness",
+    "twin_reference",
 ]
 
 _HOMES = {
     "Coverage": "coverage",
     "Finite": "finite",
+    "GemmCounter": "coverage",
     "GradientParity": "gradient_parity",
     "GradientPresence": "presence",
     "LossTracker": "loss_tracker",
     "StepLog": "step_log",
     "Throughput": "throughput",
     "WeightFreshness": "weight_freshness",
+    "twin_reference": "twin",
 }
 
 

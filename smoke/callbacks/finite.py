@@ -27,6 +27,13 @@ from smoke.record import FiniteRow
 _LOOKED_AT = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+def holders(module: nn.Module) -> dict[str, nn.Module]:
+    """Every module that holds parameters of its own: what quantizes a weight does."""
+    return {
+        name: inner for name, inner in module.named_modules() if next(inner.parameters(recurse=False), None) is not None
+    }
+
+
 class FiniteMeter:
     """Collects the extremes of tensors and turns those that are not finite into rows."""
 
@@ -72,14 +79,14 @@ class Finite(lightning.Callback):
 
     Args:
         leaves: the modules whose inputs and output gradients are looked at, by name, read when training starts (after
-            leaves were swapped).
+            leaves were swapped); by default every module that holds parameters of its own.
         stop: end training after the step in which something is red.
-        prefix: taken off the parameter names.
+        prefix: taken off the names of parameters and leaves.
     """
 
     def __init__(
         self,
-        leaves: Callable[[nn.Module], Mapping[str, nn.Module]] = lambda module: {},
+        leaves: Callable[[nn.Module], Mapping[str, nn.Module]] = holders,
         *,
         stop: bool = False,
         prefix: str = "",
@@ -103,7 +110,8 @@ class Finite(lightning.Callback):
         return self.meter.looked
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        for name, leaf in self._leaves(pl_module).items():
+        for full_name, leaf in self._leaves(pl_module).items():
+            name = full_name.removeprefix(self._prefix)
             self._handles.append(leaf.register_forward_pre_hook(self._input_hook(name)))
             self._handles.append(leaf.register_forward_hook(self._output_hook(name)))
 
@@ -120,7 +128,7 @@ class Finite(lightning.Callback):
         self.meter.look("loss", "loss", loss, keep=True)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        for name, parameter in trainable(pl_module, self._prefix):
+        for name, parameter in trainable(pl_module, self._prefix, [optimizer]):
             if parameter.grad is not None:
                 self.meter.look("gradient", name, parameter.grad, keep=True)
         self._step = trainer.global_step
@@ -130,7 +138,7 @@ class Finite(lightning.Callback):
         self._watching = False
         if self._step is None:
             return
-        for name, parameter in trainable(pl_module, self._prefix):
+        for name, parameter in trainable(pl_module, self._prefix, trainer.optimizers):
             self.meter.look("weight", name, parameter, keep=True)
         self._react(trainer, self._step)
         self.steps, self._step = self.steps + 1, None

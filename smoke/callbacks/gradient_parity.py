@@ -9,20 +9,29 @@ Slices matter: a gradient can be right on the whole tensor (cosine 0.999) and wr
 heads share. Errors are taken in float64 over the gradients as they are; two zero gradients (an expert without tokens)
 agree, and a NaN stays a NaN.
 
-The reference is a callable that must leave the watched module alone; random states are restored around it here.
+The reference is a callable that must leave the watched module alone; ``smoke.callbacks.twin_reference`` makes one of a
+second instance of the module. It draws from the random states that the watched forward began with, so that dropout
+drops the same elements, and they are restored afterwards.
+
+Limits: gradients that the strategy shards (FSDP, DeepSpeed) cannot be compared, since no rank has a whole one.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import lightning
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from smoke.callbacks.common import rows_to_state, trainable
+from smoke.callbacks.common import (
+    random_states,
+    random_states_from,
+    refuse_manual_optimization,
+    rows_to_state,
+    trainable,
+)
 from smoke.numerics import cosine, relative_norm
 from smoke.record import GradientRow
 
@@ -54,6 +63,8 @@ def compare_gradients(
     """
     for name, left in watched.items():
         left, right = _filled(left, reference.get(name))
+        if left.shape != right.shape:
+            raise ValueError(f"{name}: gradient of shape {tuple(left.shape)}, reference of {tuple(right.shape)}")
         parts = [("", 0, left.shape[0] if left.dim() else 1), *slices.get(name, ())]
         for label, start, stop in parts:
             a, b = (left[start:stop], right[start:stop]) if label else (left, right)
@@ -84,15 +95,23 @@ def _due(step: int, first: int, every: int) -> bool:
     return step >= first and (step - first) % every == 0
 
 
+class _MicroBatch(NamedTuple):
+    """What a forward was given: its batch, the routing tape that it left, the random states that it began with."""
+
+    batch: Any
+    tape: Any
+    random: Any
+
+
 class GradientParity(lightning.Callback):
     """Keeps the comparison's rows in ``self.rows``.
 
     Args:
         reference: ``reference(batch, tape)`` returns the gradients of one batch's undivided loss by parameter name, as
-            tensors of their own; ``tape`` None leaves routing free.
+            tensors of their own; ``tape`` None leaves routing free. See ``twin_reference``.
         recorder: what records the tape; None for a model without routing (only ``replayed`` rows are made).
         slices: parts of parameters along their first dimension: {name: [(slice name, start, stop)]}.
-        quantized: whether the leaf that owns a parameter is converted.
+        quantized: whether the leaf that owns a parameter is converted; by default none is.
         every: optimizer steps between two comparisons.
         first: step of the first comparison.
         free_every_time: compare with routing free at every comparison, else at the first alone.
@@ -102,9 +121,9 @@ class GradientParity(lightning.Callback):
     def __init__(
         self,
         reference: Reference,
-        recorder: Recorder | None,
-        slices: Slices,
-        quantized: Callable[[str], bool],
+        recorder: Recorder | None = None,
+        slices: Slices | None = None,
+        quantized: Callable[[str], bool] = lambda name: False,
         *,
         every: int = 10,
         first: int = 0,
@@ -113,25 +132,46 @@ class GradientParity(lightning.Callback):
     ):
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}")
+        if isinstance(reference, nn.Module) or not callable(reference):
+            raise TypeError(
+                f"reference has to be a function (batch, tape) -> gradients by name, got {type(reference).__name__}; "
+                "twin_reference(module, twin, loss) makes one of a second instance of a module"
+            )
         self.rows: list[GradientRow] = []
-        self._reference, self._recorder, self._slices, self._quantized = reference, recorder, slices, quantized
-        self._every, self._first, self._free_every_time, self._prefix = every, first, free_every_time, prefix
+        self.every, self.first = every, first
+        self._reference, self._recorder, self._slices, self._quantized = reference, recorder, slices or {}, quantized
+        self._free_every_time, self._prefix = free_every_time, prefix
         self._recording = False
         self._batch: Any = None
-        self._micro_batches: list[tuple[Any, Any]] = []
+        self._random: Any = None
+        self._micro_batches: list[_MicroBatch] = []
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """What there are rows of: parameter, slice (where there are slices) and free (routing, with a recorder)."""
+        return "parameter", *(["slice"] if self._slices else []), *(["free"] if self._recorder is not None else [])
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        refuse_manual_optimization(self, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self._recording = _due(trainer.global_step, self._first, self._every)
+        self._recording = _due(trainer.global_step, self.first, self.every)
         if self._recording:
-            self._batch = batch
+            self._batch, self._random = batch, random_states()
             if self._recorder is not None:
                 self._recorder.start()
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         if self._recording:
             tape = self._recorder.stop() if self._recorder is not None else None
-            self._micro_batches.append((self._batch, tape))
+            self._micro_batches.append(_MicroBatch(self._batch, tape, self._random))
+            self._recording, self._batch, self._random = False, None, None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._recording:  # training_step returned None: there was no backward
             self._recording, self._batch = False, None
+            if self._recorder is not None:
+                self._recorder.stop()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if not self._micro_batches:
@@ -140,33 +180,43 @@ class GradientParity(lightning.Callback):
         watched = {name: p.grad for name, p in trainable(pl_module, self._prefix)}
         step, divisor = trainer.global_step, trainer.accumulate_grad_batches
         self._compare(watched, step, "replayed", micro_batches, divisor)
-        if self._recorder is not None and (step == self._first or self._free_every_time):
-            self._compare(watched, step, "free", [(batch, None) for batch, _ in micro_batches], divisor)
+        if self._recorder is not None and (step == self.first or self._free_every_time):
+            self._compare(watched, step, "free", [each._replace(tape=None) for each in micro_batches], divisor)
 
     def _compare(
-        self, watched: Mapping[str, Tensor | None], step: int, routing: str, micro_batches: list[Any], divisor: int
+        self,
+        watched: Mapping[str, Tensor | None],
+        step: int,
+        routing: str,
+        micro_batches: list[_MicroBatch],
+        divisor: int,
     ) -> None:
-        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        python_state = random.getstate()
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            reference = self._mean_reference(micro_batches, divisor)
-        random.setstate(python_state)
+        reference = self._mean_reference(micro_batches, divisor)
+        if reference and not reference.keys() & watched.keys():
+            raise ValueError(
+                f"the reference knows no parameter of the watched module: it names {next(iter(reference))}, the module "
+                f"{next(iter(watched), 'none')}; see GradientParity(prefix=)"
+            )
         self.rows += compare_gradients(
             watched, reference, step=step, routing=routing, slices=self._slices, quantized=self._quantized
         )
 
-    def _mean_reference(self, micro_batches: list[Any], divisor: int) -> Mapping[str, Tensor | None]:
+    def _mean_reference(self, micro_batches: list[_MicroBatch], divisor: int) -> Mapping[str, Tensor | None]:
         """The reference's gradients as Lightning accumulates them: sum over micro-batches of gradient / divisor."""
         if divisor == 1:
-            return self._reference(*micro_batches[0])
+            return self._of(micro_batches[0])
         total: dict[str, Tensor | None] = {}
-        for batch, tape in micro_batches:
-            for name, gradient in self._reference(batch, tape).items():
+        for micro_batch in micro_batches:
+            for name, gradient in self._of(micro_batch).items():
                 before = total.setdefault(name, None)
                 if gradient is not None:
                     share = gradient.double() / divisor
                     total[name] = share if before is None else before + share
         return total
+
+    def _of(self, micro_batch: _MicroBatch) -> Mapping[str, Tensor | None]:
+        with random_states_from(micro_batch.random), torch.enable_grad():
+            return self._reference(micro_batch.batch, micro_batch.tape)
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": rows_to_state(self.rows)}

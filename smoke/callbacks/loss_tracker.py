@@ -13,6 +13,7 @@ all ranks; the samples are those of this rank.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torchmetrics import SumMetric
 
-from smoke.callbacks.common import label_counts, rows_to_state
+from smoke.callbacks.common import label_counts, refuse_manual_optimization, rows_to_state, trainable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +57,12 @@ class LossMeter:
         self._positions += positions
 
     def finish(self, step: int, grad_norm: float) -> LossSample:
-        """Close the step. Several micro-batches give the mean loss and the SHA-256 of their joined digests."""
+        """Close the step. Several micro-batches give the mean loss and the SHA-256 of their joined digests.
+
+        A step whose every batch was skipped has no loss: NaN.
+        """
         digests = self._digests
-        loss = sum(self._losses) / len(self._losses)
+        loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
         sample = LossSample(
             step=step,
             loss=loss,
@@ -127,18 +131,24 @@ class LossTracker(lightning.Callback):
         """Label tokens of all ranks so far."""
         return int(self._tokens.compute()) if self.samples else 0
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        refuse_manual_optimization(self, pl_module)
+
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._loss_sum.to(pl_module.device)
         self._tokens.to(pl_module.device)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        norm = gradient_norm(p.grad for p in pl_module.parameters() if p.grad is not None)
+        norm = gradient_norm(p.grad for _, p in trainable(pl_module, "", [optimizer]) if p.grad is not None)
         self._pending = (trainer.global_step, float(norm))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        divided = float((outputs["loss"] if isinstance(outputs, Mapping) else outputs).detach())
-        tokens, positions = self._counts(batch)
-        self.meter.micro_batch(divided * trainer.accumulate_grad_batches, tokens, positions, self._batch_sha256(batch))
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if loss is not None:  # None where training_step returned None: Lightning skips the batch
+            divided = float(loss.detach())
+            tokens, positions = self._counts(batch)
+            digest = self._batch_sha256(batch)
+            self.meter.micro_batch(divided * trainer.accumulate_grad_batches, tokens, positions, digest)
         if self._pending is not None:
             self._aggregate(self.meter.finish(*self._pending))
             self._pending = None

@@ -73,7 +73,7 @@ class GradientPresence(lightning.Callback):
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        parameters = trainable(pl_module, self._prefix)
+        parameters = trainable(pl_module, self._prefix, [optimizer])
         result: dict[str, bool | None] = {name: None for name, _ in parameters}
         grads = {name: p.grad.detach() for name, p in parameters if p.grad is not None and p.grad.numel()}
         if grads:

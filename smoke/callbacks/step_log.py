@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,10 @@ from smoke.callbacks.throughput import Throughput, TimedStep
 from smoke.record import StepRow
 
 
-def merge(sample: LossSample, timed: TimedStep) -> StepRow:
-    """Loss and times of the same step as one row; ValueError when they are of two steps."""
+def merge(sample: LossSample, timed: TimedStep | None) -> StepRow:
+    """Loss and times of a step as one row, NaN where it was not timed; ValueError when they are of two steps."""
+    if timed is None:
+        timed = TimedStep(step=sample.step, tokens=0, step_time_ms=math.nan, forward_ms=math.nan, backward_ms=math.nan)
     if sample.step != timed.step:
         raise ValueError(f"loss is of step {sample.step}, times are of step {timed.step}")
     return StepRow(

@@ -148,7 +148,7 @@ class Throughput(lightning.Callback):
     """The opening side of the bracket; ``closing`` is the other one.
 
     Args:
-        label: what the times are times of: emulation, native or bf16.
+        label: what the times are times of, printed beside them: emulation, native, bf16, or a word of your own.
         warmup_steps: optimizer steps at the start that are timed but not aggregated.
         clock: seconds, monotonic.
         synchronize: waits for the device; by default ``torch.cuda.synchronize`` where the module is on CUDA.
@@ -158,7 +158,7 @@ class Throughput(lightning.Callback):
     def __init__(
         self,
         *,
-        label: str,
+        label: str = "this run",
         warmup_steps: int = 2,
         clock: Callable[[], float] = time.perf_counter,
         synchronize: Callable[[], None] | None = None,

@@ -28,6 +28,11 @@ class Finding:
     where: str = ""
     detail: str = ""
 
+    def __str__(self) -> str:
+        """One line: status, name, and what there is of measured value, limit, place and detail."""
+        words = [self.measured, f"limit: {self.limit}" if self.limit else "", self.where, self.detail]
+        return f"{self.status} {self.name}: {'; '.join(word for word in words if word)}"
+
 
 class Limits(Protocol):
     """Limits of a recipe (``plan.recipe.limits``); None where a recipe has none."""

@@ -42,12 +42,14 @@ def gradient_parity(record: Record, plan: Any, limits: Any) -> Finding:
     found = _first_red(name, whole, typical, free, limits)
     if found is not None:
         return found
-    top, part = (worst(rows, _error) for rows in typical)
-    measured = (
-        f"{number(top.relative_error)}, slice {number(part.relative_error)}, "
-        f"median {number(max(_medians(whole).values()))}, free {number(_together(free))}"
-    )
-    return passed(name, measured, _upper_limits(limits), f"worst: {_place(top)}; {_place(part)}")
+    top, *part = (worst(rows, _error) for rows in typical if rows)
+    measured = [number(top.relative_error), *(f"slice {number(row.relative_error)}" for row in part)]
+    measured += [
+        f"median {number(max(_medians(whole).values()))}",
+        *([f"free {number(_together(free))}"] if free else []),
+    ]
+    places = "; ".join(_place(row) for row in (top, *part))
+    return passed(name, ", ".join(measured), _upper_limits(limits, plan), f"worst: {places}")
 
 
 def _unmeasured(
@@ -59,8 +61,12 @@ def _unmeasured(
     limits: Any,
 ) -> str:
     """Why the rows do not suffice; empty when they do."""
-    for rows, what in ((whole, "parameter"), (slices, "slice"), (free, "parameter with routing free")):
-        if not rows:
+    for rows, kind, what in (
+        (whole, "parameter", "parameter"),
+        (slices, "slice", "slice"),
+        (free, "free", "parameter with routing free"),
+    ):
+        if not rows and kind in plan.compared:
             return f"measured nothing: no {what} was compared"
     steps = {row.step for row in whole}
     for step in range(plan.recipe.warmup_steps, plan.config.steps, plan.config.check.gradient_parity_every):
@@ -85,6 +91,8 @@ def _first_red(
     limits: Any,
 ) -> Finding | None:
     for rows, most in zip(typical, (limits.gradient_error_max, limits.gradient_error_slice_max), strict=True):
+        if not rows:
+            continue
         top = worst(rows, _error)
         if not top.relative_error <= most:
             over = sum(not row.relative_error <= most for row in rows)
@@ -95,7 +103,7 @@ def _first_red(
             limit = f"median of all parameters <= {number(limits.gradient_error_median_max)}"
             place = _place(worst([row for row in whole if row.step == step], _error))
             return failed(name, f"median relative error {number(middle)}", limit, place, f"step {step}")
-    together, most = _together(free), limits.gradient_error_free_max
+    together, most = _together(free) if free else 0.0, limits.gradient_error_free_max
     if not together <= most:
         place = _place(worst(free, _error))
         return failed(name, f"all gradients, routing free: {number(together)}", f"<= {number(most)}", place)
@@ -144,13 +152,12 @@ def _medians(rows: Sequence[GradientRow]) -> dict[int, float]:
     return {step: median([row.relative_error for row in rows if row.step == step]) for step in {r.step for r in rows}}
 
 
-def _upper_limits(limits: Any) -> str:
+def _upper_limits(limits: Any, plan: Any) -> str:
     middle = f"median {number(limits.gradient_error_min)} to " if limits.gradient_error_min else "median <= "
     whole, part, free = limits.gradient_error_max, limits.gradient_error_slice_max, limits.gradient_error_free_max
-    return (
-        f"<= {number(whole)}, slice <= {number(part)}, {middle}{number(limits.gradient_error_median_max)}, "
-        f"free <= {number(free)}"
-    )
+    words = [f"<= {number(whole)}", *([f"slice <= {number(part)}"] if "slice" in plan.compared else [])]
+    words += [f"{middle}{number(limits.gradient_error_median_max)}"]
+    return ", ".join(words + ([f"free <= {number(free)}"] if "free" in plan.compared else []))
 
 
 def quantization_engaged(record: Record, plan: Any, limits: Any) -> Finding:

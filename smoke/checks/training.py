@@ -105,7 +105,7 @@ def throughput(record: Record, plan: Any, limits: Any) -> Finding:
 def _timing_problems(s: ThroughputSummary, steps: Sequence[StepRow], plan: Any) -> Iterator[str]:
     """Everything inconsistent, in words. Comparisons are written so that a NaN is a problem."""
     rows = steps[s.warmup_steps :]
-    if s.label != LABELS.get(plan.numerics):
+    if s.label != LABELS.get(plan.numerics, plan.numerics):
         yield f"labelled {s.label!r}, the numbers are {plan.numerics}"
     for field in ("tokens", "tokens_per_s", "step_time_ms_p50", "step_time_ms_p95", "forward_ms_p50", "backward_ms_p50",
                   "step_time_sum_ms", "wall_ms"):  # fmt: skip

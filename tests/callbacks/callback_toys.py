@@ -78,6 +78,7 @@ def fit(
     items: list[dict[str, Tensor]],
     callbacks: list[lightning.Callback],
     ckpt_path: Any = None,
+    weights_only: bool | None = None,
     validation: list[dict[str, Tensor]] | None = None,
     **options: Any,
 ) -> None:
@@ -99,4 +100,4 @@ def fit(
         # Lightning 2.6 asks torch 2.13's pytree whether a spec is a leaf in the way that torch has deprecated.
         warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated", category=FutureWarning)
         torch.manual_seed(7)
-        trainer.fit(module, train_dataloaders=Batches(items), val_dataloaders=held_out, ckpt_path=ckpt_path)
+        trainer.fit(module, Batches(items), held_out, ckpt_path=ckpt_path, weights_only=weights_only)

@@ -54,6 +54,7 @@ def make_plan(precision: str = "mxfp8", **options: Any) -> SimpleNamespace:
         recipe=SimpleNamespace(name=precision, limits=make_limits(), warmup_steps=0),
         numerics="bf16" if precision == "bf16" else "emulated",
         impl="reference",
+        compared=("parameter", "slice", "free"),
         required=tuple(CHECKS),
         skipped={},
     )
