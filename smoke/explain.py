@@ -149,6 +149,17 @@ CHECKS: dict[str, Text] = {
         red="The row names step, weight and direction. Only col red: the transposed copy is not refreshed. From step 1 "
         "on, every module: the cache is never invalidated. Losses and gradient_parity may be red too; mend this first.",
     ),
+    "dtype_ledger": Text(
+        proves="Every module keeps and computes in the planned types; none has slipped to float32 or to BF16.",
+        measures="The types of all parameters, gradients, buffers, masters and moments, and of the first input and "
+        "the outputs of every module's every forward, replays included, are counted. What happens between a module's "
+        "input and output is not seen; gradients of activations have their activation's type by autograd's own rule.",
+        limit="Exact. BF16 parameters, gradients and activations; float32 masters, moments, buffers and losses; the "
+        "router float32 but for its input.",
+        red="The first row names the module nearest to the cause; those behind it follow. Masters in BF16: small "
+        "updates are lost. A float32 activation: a cast is missing at the end of the module named, and every module "
+        "behind it is slower. A BF16 router: ties and balance change.",
+    ),
     "gradient_presence": Text(
         proves="Every parameter takes part in learning: it has a gradient that is not zero.",
         measures="After each backward, before clipping, every parameter of the watched module is counted as present "

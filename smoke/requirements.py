@@ -22,6 +22,7 @@ CHECKS = (
     "finite",
     "weight_freshness",
     "gradient_presence",
+    "dtype_ledger",
     "loss_tracking",
     "memory",
     "throughput",

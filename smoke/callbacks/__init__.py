@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from smoke.callbacks.coverage import Coverage, GemmCounter
+    from smoke.callbacks.dtype_ledger import DtypeLedger
     from smoke.callbacks.finite import Finite
     from smoke.callbacks.gradient_parity import GradientParity
     from smoke.callbacks.loss_tracker import LossTracker
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Coverage",
+    "DtypeLedger",
     "Finite",
     "GemmCounter",
     "GradientParity",
@@ -35,6 +37,7 @@ __all__ = [
 
 _HOMES = {
     "Coverage": "coverage",
+    "DtypeLedger": "dtype_ledger",
     "Finite": "finite",
     "GemmCounter": "coverage",
     "GradientParity": "gradient_parity",

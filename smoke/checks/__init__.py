@@ -15,7 +15,7 @@ from smoke.checks.bits import determinism, recompute_parity
 from smoke.checks.coverage import coverage, preflight
 from smoke.checks.finding import ERROR, FAIL, PASS, SKIP, Check, Finding
 from smoke.checks.gradients import gradient_parity, gradient_presence, quantization_engaged
-from smoke.checks.ledgers import weight_freshness
+from smoke.checks.ledgers import dtype_ledger, weight_freshness
 from smoke.checks.rope import rope_contract
 from smoke.checks.training import loss_tracking, memory, throughput
 from smoke.checks.values import absorbed_parity, finite, packed_parity, quantizer
@@ -38,6 +38,7 @@ CHECKS: dict[str, Check] = {
         finite,
         weight_freshness,
         gradient_presence,
+        dtype_ledger,
         loss_tracking,
         memory,
         throughput,

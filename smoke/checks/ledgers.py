@@ -1,11 +1,12 @@
-"""weight_freshness: the weights that are multiplied are those of this step."""
+"""weight_freshness: the weights multiplied are those of this step. dtype_ledger: each module computes in its type."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from smoke.checks.finding import Finding, failed, passed, unable
-from smoke.record import Record
+from smoke.record import DtypeRow, Record
 
 DIRECTIONS = {"output": "row", "grad_input": "col"}
 """GEMMs that multiply the weight, and the direction of its operand there."""
@@ -36,3 +37,59 @@ def weight_freshness(record: Record, plan: Any, limits: Any) -> Finding:
             return unable(name, f"its {direction} operand was never compared", gemm.module)
     steps = len({row.step for row in rows})
     return passed(name, f"{measured}, {len({row.module for row in rows})} modules, {steps} steps", limit)
+
+
+EXPECTED = {
+    "parameter": "bfloat16",
+    "gradient": "bfloat16",
+    "input": "bfloat16",
+    "activation": "bfloat16",
+    "master": "float32",
+    "moment": "float32",
+    "buffer": "float32",
+    "loss": "float32",
+}
+"""Type of each kind of tensor, in every recipe: quantized formats live inside the leaves."""
+EXPECTED_OF = {"router": EXPECTED | {"parameter": "float32", "gradient": "float32", "activation": "float32"}}
+"""Modules, by the last part of their name, that have types of their own."""
+
+
+def dtype_ledger(record: Record, plan: Any, limits: Any) -> Finding:
+    """Parameters, gradients, masters, moments, buffers and activations of every module have the planned type."""
+    name, rows = "dtype_ledger", record.dtypes
+    limit = "BF16 parameters, activations and gradients; float32 masters, moments, buffers, losses and router"
+    wrong = [row for row in rows if row.dtype != _expected(row)]
+    if wrong:
+        first = wrong[0]
+        others = ", ".join(dict.fromkeys(f"{row.module} {row.kind}" for row in wrong[1:5]))
+        detail = f"{_expected(first)} expected" + (f"; {len(wrong) - 1} more: {others}" if others else "")
+        where = f"step {first.step} {first.module} {first.kind}"
+        return failed(name, f"{first.dtype} ({first.tensors} tensors)", limit, where, detail)
+    for gap, where in _ledger_gaps(record):
+        return unable(name, gap, where)
+    modules = len({row.module for row in rows})
+    return passed(name, f"{sum(row.tensors for row in rows):,} tensors of {modules} modules", limit)
+
+
+def _expected(row: DtypeRow) -> str:
+    return EXPECTED_OF.get(row.module.rpartition(".")[2], EXPECTED).get(row.kind, "no such kind")
+
+
+def _ledger_gaps(record: Record) -> Iterator[tuple[str, str]]:
+    """(what was not looked at, where)."""
+    of: dict[str, set[str]] = {kind: set() for kind in EXPECTED}
+    for row in record.dtypes:
+        if row.tensors > 0:
+            of[row.kind].add(row.module)
+    for kind in EXPECTED:
+        # A model without experts has no buffer.
+        if not of[kind] and kind != "buffer":
+            yield f"measured nothing: no {kind} was seen", ""
+    for kind in ("master", "moment"):
+        for module in sorted(of["parameter"] - of[kind]):
+            yield f"its parameters have no {kind}", module
+    for gemm in record.coverage:
+        if gemm.gemm == "output" and gemm.quantized_calls + gemm.bf16_calls and gemm.module not in of["activation"]:
+            yield "ran, but its output was not seen", gemm.module
+    if record.dtype_steps < len(record.steps) or not record.steps:
+        yield f"looked at {record.dtype_steps} of {len(record.steps)} steps", ""

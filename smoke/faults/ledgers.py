@@ -1,4 +1,4 @@
-"""Faults of what a run keeps between steps: quantized weights that an update has made stale."""
+"""Faults of what a run keeps and in which type: quantized weights that an update made stale, slipped types."""
 
 from __future__ import annotations
 
@@ -26,6 +26,68 @@ def weight_cache_never_refreshed() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def masters_in_bf16() -> Iterator[None]:
+    import torch
+
+    from smoke.module import MasterAdamW
+
+    original = MasterAdamW.__init__
+
+    def without_masters(optimizer: Any, groups: Any, **options: Any) -> None:
+        original(optimizer, groups, **options)
+        narrow = [{**g, "params": [p.detach().clone() for p in g["params"]]} for g in optimizer.param_groups]
+        optimizer.inner = torch.optim.AdamW(narrow, fused=True)
+
+    @torch.no_grad()
+    def step(optimizer: Any, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            result = None if closure is None else closure()
+        for parameter, master in optimizer.pairs():
+            master.grad = None if parameter.grad is None else parameter.grad.clone()
+        optimizer.inner.step()
+        for parameter, master in optimizer.pairs():
+            parameter.copy_(master)
+            master.grad = None
+        return result
+
+    with replaced(MasterAdamW, "__init__", without_masters), replaced(MasterAdamW, "step", step):
+        yield
+
+
+@contextlib.contextmanager
+def router_in_bf16() -> Iterator[None]:
+    import torch
+
+    from smoke.model.routing import Router
+
+    original = Router.__init__
+
+    def narrow(router: Any, *args: Any, **options: Any) -> None:
+        original(router, *args, **options)
+        if router.weight.dtype is torch.float32:
+            router.weight = torch.nn.Parameter(router.weight.detach().bfloat16())
+
+    with replaced(Router, "__init__", narrow):
+        yield
+
+
+@contextlib.contextmanager
+def query_latent_in_float32() -> Iterator[None]:
+    import torch
+
+    from smoke.model.mla import MLASelfAttention
+
+    original = MLASelfAttention._down
+
+    def widened(attention: Any, hidden_TH: Any) -> Any:
+        query_TQ, latent_TL, k_pe_TR = original(attention, hidden_TH)
+        return query_TQ.float() if query_TQ.dtype is torch.bfloat16 else query_TQ, latent_TL, k_pe_TR
+
+    with replaced(MLASelfAttention, "_down", widened):
+        yield
+
+
 FAULTS = (
     Fault(
         name="weight-cache-never-refreshed",
@@ -36,5 +98,33 @@ FAULTS = (
         where="step 1 ",
         changes={"precision": "mxfp8"},
         inject=weight_cache_never_refreshed,
+    ),
+    Fault(
+        name="masters-in-bf16",
+        row=32,
+        summary="the optimizer's masters are BF16, so small updates are lost",
+        red=("dtype_ledger",),
+        where="master",
+        changes={"precision": "mxfp8"},
+        inject=masters_in_bf16,
+    ),
+    Fault(
+        name="router-in-bf16",
+        row=32,
+        summary="the router's weight, and so its scores, are BF16",
+        red=("dtype_ledger",),
+        where="router",
+        changes={"precision": "mxfp8"},
+        inject=router_in_bf16,
+    ),
+    Fault(
+        name="query-latent-in-float32",
+        row=32,
+        summary="the query path falls back to float32 behind its latent norm",
+        red=("dtype_ledger",),
+        may_follow=("gradient_parity",),
+        where="linear_q_up_proj",
+        changes={"precision": "mxfp8"},
+        inject=query_latent_in_float32,
     ),
 )

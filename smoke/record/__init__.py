@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from smoke.record.ledgers import FreshnessRow
+from smoke.record.ledgers import DtypeRow, FreshnessRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +251,10 @@ class Record:
     """Optimizer steps in which it looked at all of them."""
     presence: list[PresenceRow] = field(default_factory=list)
     freshness: list[FreshnessRow] = field(default_factory=list)
+    dtypes: list[DtypeRow] = field(default_factory=list)
+    """In the order in which they were first seen."""
+    dtype_steps: int = 0
+    """Optimizer steps in which types were looked at."""
     memory: list[MemoryRow] = field(default_factory=list)
     curves: LossCurves = field(default_factory=LossCurves)
     throughput: ThroughputSummary | None = None

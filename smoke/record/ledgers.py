@@ -1,4 +1,4 @@
-"""Rows of the checks that keep books on a run: which weights were multiplied."""
+"""Rows of the checks that keep books on a run: which weights were multiplied, in which types modules compute."""
 
 from __future__ import annotations
 
@@ -22,3 +22,17 @@ class FreshnessRow:
     """Of the first stale operand, as ``weight3``."""
     used_hex: str = ""
     fresh_hex: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypeRow:
+    """Floating-point tensors of one kind and one type that one module had."""
+
+    module: str
+    kind: str
+    """parameter, buffer, input, activation, loss, gradient, master or moment."""
+    dtype: str
+    """As ``bfloat16``."""
+    step: int
+    """Step in which the first was seen."""
+    tensors: int

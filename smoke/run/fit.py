@@ -12,10 +12,11 @@ from typing import Any
 
 import lightning
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from smoke.callbacks import (
     Coverage,
+    DtypeLedger,
     Finite,
     GradientParity,
     GradientPresence,
@@ -27,6 +28,7 @@ from smoke.callbacks import (
 from smoke.data.module import WORKERS_WARNING, batch_sha256
 from smoke.model.linear import GroupedLinear, HeadwiseLinear, Linear
 from smoke.model.routing import RoutingTape, record_routing
+from smoke.module import MasterAdamW
 from smoke.precision.weights import MultipliedWeights
 from smoke.record import Record, StepRow
 from smoke.run.idle import Idle
@@ -62,11 +64,12 @@ class Watch:
     finite: Finite
     presence: GradientPresence
     freshness: WeightFreshness
+    dtypes: DtypeLedger
     log: StepLog
     recorder: RoutingRecorder
 
     def callbacks(self) -> list[lightning.Callback]:
-        inner = [self.loss, self.gradients, self.finite, self.presence, self.freshness, self.coverage]
+        inner = [self.loss, self.gradients, self.finite, self.presence, self.freshness, self.dtypes, self.coverage]
         return [*self.throughput.around(inner), self.log]
 
     def collect(self, record: Record) -> None:
@@ -75,6 +78,7 @@ class Watch:
         record.finite_steps, record.finite_kinds = self.finite.steps, tuple(sorted(self.finite.meter.kinds))
         record.presence, record.throughput = self.presence.rows(), self.throughput.summary()
         record.freshness = list(self.freshness.rows)
+        record.dtypes, record.dtype_steps = self.dtypes.rows(), self.dtypes.steps
         record.tokens, record.mean_loss = self.loss.tokens(), self.loss.mean_loss()
 
 
@@ -103,6 +107,7 @@ def watch(session: Session, sink: Callable[[StepRow], None]) -> Watch:
         freshness=WeightFreshness(
             MultipliedWeights(session.precision.runtime, session.model), every=min(8, max(1, plan.config.steps - 1))
         ),
+        dtypes=DtypeLedger(_optimizer_states, prefix="model."),
         log=StepLog(loss, throughput, sink),
         recorder=recorder,
     )
@@ -134,6 +139,13 @@ def fit(session: Session, watched: Watch, record: Record) -> None:
         finally:
             watched.recorder.stop()
             watched.collect(record)
+
+
+def _optimizer_states(optimizer: MasterAdamW) -> Iterator[tuple[Tensor, str, Tensor]]:
+    for parameter, master in optimizer.pairs():
+        yield parameter, "master", master
+        for value in optimizer.inner.state[master].values():
+            yield parameter, "moment", value
 
 
 def _leaves(module: nn.Module) -> dict[str, nn.Module]:

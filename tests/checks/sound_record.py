@@ -10,6 +10,7 @@ from smoke.checks import CHECKS, Finding, judge
 from smoke.record import (
     BitRow,
     CoverageRow,
+    DtypeRow,
     FreshnessRow,
     GradientRow,
     LossCurves,
@@ -101,6 +102,20 @@ def _freshness() -> list[FreshnessRow]:
         for module in QUANTIZED
         for direction in ("row", "col")
     ]
+
+
+def _dtypes() -> list[DtypeRow]:
+    modules = [(name, "bfloat16") for name in (*QUANTIZED, HOLDER, "output_layer")] + [
+        ("layers.1.mlp.router", "float32")
+    ]
+    kinds = {"input": "bfloat16", "master": "float32", "moment": "float32"}
+    rows = [
+        DtypeRow(module=module, kind=kind, dtype=kinds.get(kind, dtype), step=0, tensors=STEPS)
+        for module, dtype in modules
+        for kind in ("parameter", "input", "activation", "gradient", "master", "moment")
+    ]
+    more = {"layers.1.mlp.router": "buffer", "training step": "loss"}
+    return rows + [DtypeRow(module=m, kind=k, dtype="float32", step=0, tensors=STEPS) for m, k in more.items()]
 
 
 def _gradients() -> list[GradientRow]:
@@ -200,6 +215,8 @@ def make_record() -> Record:
             PresenceRow(parameter="experts.weight3", present_steps=0, nonzero_steps=0, steps=0, may_be_zero=True),
         ],
         freshness=_freshness(),
+        dtypes=_dtypes(),
+        dtype_steps=STEPS,
         memory=_memory(),
         curves=LossCurves(
             run=tuple(row.loss for row in steps),

@@ -55,8 +55,9 @@ def test_rows_that_did_not_run_as_planned(case, which, changes, where):
     findings = case.spoil("coverage", which, **changes).findings()
     assert findings["coverage"].status == "FAIL"
     assert where in findings["coverage"].where
-    # A planned leaf that nobody was told of was not looked at for stale weights either.
-    assert {name for name, f in findings.items() if f.status != "PASS"} <= {"coverage", "weight_freshness"}
+    # A leaf that nobody was told of was not looked at for stale weights and for types either.
+    others = {"coverage", "weight_freshness", "dtype_ledger"}
+    assert {name for name, f in findings.items() if f.status != "PASS"} <= others
 
 
 def test_replays_outside_the_context_name_every_leaf(case):

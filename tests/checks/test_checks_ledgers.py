@@ -1,9 +1,11 @@
-"""weight_freshness: one stale operand is enough, and what was not compared is no PASS."""
+"""weight_freshness and dtype_ledger: one stale operand or one wrong type is enough; what was not seen is no PASS."""
 
 import dataclasses
 
 import pytest
 from sound_record import QUANTIZED, Case
+
+from smoke.record import DtypeRow
 
 
 @pytest.fixture
@@ -51,3 +53,57 @@ def test_a_conversion_that_matched_nothing_has_no_weight_to_look_at(case):
     case.spoil("coverage", quantized_calls=0)
     finding = case.findings()["weight_freshness"]
     assert (finding.status, finding.detail) == ("FAIL", "conversion matched nothing")
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "dtype"),
+    [
+        (QUANTIZED[0], "parameter", "float32"),
+        (QUANTIZED[0], "gradient", "float32"),
+        (QUANTIZED[1], "input", "float32"),
+        (QUANTIZED[1], "activation", "float16"),
+        (QUANTIZED[2], "master", "bfloat16"),
+        ("output_layer", "moment", "bfloat16"),
+        ("layers.1.mlp.router", "parameter", "bfloat16"),
+        ("layers.1.mlp.router", "activation", "bfloat16"),
+        ("layers.1.mlp.router", "buffer", "bfloat16"),
+        ("training step", "loss", "bfloat16"),
+    ],
+)
+def test_a_wrong_type_is_red_and_named(case, module, kind, dtype):
+    case.spoil("dtypes", {"module": module, "kind": kind}, dtype=dtype, step=3)
+    finding = case.only_red("FAIL", "dtype_ledger")
+    assert finding.where == f"step 3 {module} {kind}"
+    assert finding.measured.startswith(dtype)
+    assert "expected" in finding.detail
+
+
+def test_a_second_type_beside_the_right_one_is_red(case):
+    case.record.dtypes.append(DtypeRow(module=QUANTIZED[0], kind="activation", dtype="float32", step=7, tensors=1))
+    assert case.only_red("FAIL", "dtype_ledger").where == f"step 7 {QUANTIZED[0]} activation"
+
+
+def test_an_unknown_kind_is_red(case):
+    case.record.dtypes.append(DtypeRow(module="a", kind="wish", dtype="float32", step=0, tensors=1))
+    case.only_red("FAIL", "dtype_ledger")
+
+
+@pytest.mark.parametrize("kind", ["parameter", "input", "activation", "gradient", "master", "moment", "loss"])
+def test_each_kind_must_have_been_seen(case, kind):
+    case.record.dtypes = [row for row in case.record.dtypes if row.kind != kind]
+    assert kind in case.only_red("ERROR", "dtype_ledger").detail
+
+
+def test_a_parameter_without_master_is_no_pass(case):
+    case.record.dtypes = [r for r in case.record.dtypes if (r.module, r.kind) != ("output_layer", "master")]
+    assert case.only_red("ERROR", "dtype_ledger").where == "output_layer"
+
+
+def test_a_module_that_ran_unseen_is_no_pass(case):
+    case.record.dtypes = [r for r in case.record.dtypes if (r.module, r.kind) != (QUANTIZED[2], "activation")]
+    assert case.only_red("ERROR", "dtype_ledger").where == QUANTIZED[2]
+
+
+def test_types_are_looked_at_in_every_step(case):
+    case.record.dtype_steps = 9
+    assert "9 of 10 steps" in case.only_red("ERROR", "dtype_ledger").detail
