@@ -174,6 +174,8 @@ class CheckConfig:
     """Optimizer steps of the recompute_parity and determinism trajectories (at least 3)."""
     gradient_parity_every: int = 5
     """Steps between two gradient comparisons (the first is at step 0)."""
+    triton_interpreter: bool = False
+    """rope_contract also runs the Triton kernels in Triton's CPU interpreter, in a process of its own (some 10 s)."""
     skip: tuple[str, ...] = ()
     """Checks not to run; skipping a required one ends in exit code 4."""
 

@@ -231,6 +231,8 @@ def native_blocker(recipe: str, environment: Environment, device: str) -> str:
 
 def _impl(config: RunConfig, environment: Environment, device: str) -> Choice:
     missing = environment.missing("triton")
+    if config.check.triton_interpreter and missing:
+        raise Refusal(MISSING, f"--check.triton_interpreter: {missing}; leave it out")
     if config.impl == "triton":
         if device == "cpu":
             raise Refusal(MISSING, "--impl triton: Triton kernels need a CUDA device; use --impl reference")

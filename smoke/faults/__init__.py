@@ -10,6 +10,7 @@ from smoke.config import nearest
 from smoke.faults import (
     conversion,
     data,
+    kernels,
     ledgers,
     numbers,
     replay,
@@ -28,6 +29,7 @@ FAULTS: tuple[Fault, ...] = (
     *rope.FAULTS,
     *ledgers.FAULTS,
     *timing.FAULTS,
+    *kernels.FAULTS,
 )
 """In the order of ``smoke selftest``."""
 

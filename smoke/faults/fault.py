@@ -40,6 +40,8 @@ class Fault:
     """The fault is in the program inside this context."""
     needs_cuda: bool = False
     """Whether only a CUDA device shows it; without one it is skipped."""
+    needs_triton: bool = False
+    """Whether it is in a Triton kernel; where triton is not installed it is skipped."""
 
 
 _active: ContextVar[str] = ContextVar("fault", default="")

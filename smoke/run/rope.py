@@ -22,7 +22,9 @@ from smoke.model.mla import MLASelfAttention
 from smoke.model.rope import positions_context_parallel, positions_packed, rope_table
 from smoke.numerics import first_mismatch
 from smoke.record import RopeRow
-from smoke.run.rope_kernels import SIZES, UNEQUAL, Case, Rotation, guard_rows, odd_cases, operation_rows
+from smoke.run.interpreted import interpreted_rows
+from smoke.run.rope_cases import UNEQUAL, Case, Rotation
+from smoke.run.rope_kernels import SIZES, kernel_rows
 from smoke.run.rope_oracle import softmax_scale, turns
 from smoke.run.session import Session
 
@@ -30,27 +32,18 @@ EDGES = (0, 5, 6, 11, 24)
 """Packed sequences of the positions test: one has a single token."""
 RANKS = 3
 """Context-parallel ranks of the positions test, over as many tokens."""
-GUARDED = ((5, 5, 12), (12, 5, 12))
-"""Heads, copied and rotated columns of the cases with guard elements: no block of 2, 4 or 8 heads divides both."""
 
 
 def rope_rows(session: Session) -> list[RopeRow]:
-    """Every row of the live model and of the kernels that it runs."""
+    """Every row of the live model and of the kernels that it runs, and of Triton's in its interpreter where asked."""
     config, impl, device = session.plan.config.model, session.plan.impl, session.plan.device
     live = Case(
         impl, config.num_attention_heads, config.qk_nope_head_dim, Rotation.of(config, device), torch.bfloat16, device
     )
-    rows = [*_live_rows(session), *table_rows(config), *position_rows(impl, device)]
-    for case in (live, *odd_cases(impl, device, config, SIZES)):
-        rows += operation_rows(case)
-    if impl == "triton":
-        rows += guarded_rows(device, config)
-    return rows
-
-
-def guarded_rows(device: str, base: ModelConfig) -> list[RopeRow]:
-    """Triton's kernels between guard elements."""
-    return [row for case in odd_cases("triton", device, base, GUARDED) for row in guard_rows(case)]
+    rows = [*_live_rows(session), *table_rows(config), *kernel_rows(impl, device, config, SIZES, [live])]
+    if session.plan.config.check.triton_interpreter and impl != "triton":
+        rows += interpreted_rows()
+    return rows + position_rows(impl, device)
 
 
 def table_rows(base: ModelConfig) -> list[RopeRow]:

@@ -15,84 +15,26 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from smoke.checks.rope import POSITIONS
-from smoke.config import ModelConfig, RopeScaling
+from smoke.config import ModelConfig
 from smoke.kernels.absorb.api import absorbed_key, absorbed_query
 from smoke.kernels.mla_rope.api import rope_key_value, rope_query
-from smoke.kernels.mla_rope.tables import Tables
-from smoke.model.rope import rope_table
 from smoke.numerics import first_mismatch
 from smoke.record import RopeRow
-from smoke.run.rope_oracle import joined, turned_back, turns
+from smoke.run.rope_cases import GUARD, Case, Surrounded, error_row, odd_cases
+from smoke.run.rope_oracle import joined, turned_back
 
-UNEQUAL = RopeScaling(mscale=0.707, mscale_all_dim=1.3)
-"""With equal mscale and mscale_all_dim the two corrections of YaRN hide each other."""
 SIZES = ((1, 0, 2), (3, 5, 20), (5, 130, 32), (6, 5, 20), (12, 130, 32), (24, 5, 20), (40, 5, 20), (96, 5, 20))
 """Heads, copied columns, rotated columns."""
-BLOCKS = ((1, 2), (2, 4), (4, 16), (8, 128))
-"""Heads and copied columns of one program, at most."""
-GUARD = -77.0
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """What a kernel looks up for ``POSITIONS``, and the oracle's numbers for it (complex128 [T, R/2])."""
-
-    tables: Tables
-    turned: Tensor
-    rotated: int
-
-    @staticmethod
-    def of(config: ModelConfig, device: str) -> Rotation:
-        config = replace(config, max_position_embeddings=max(config.max_position_embeddings, POSITIONS[-1] + 1))
-        cos_PR, sin_PR = rope_table(config, device, length=POSITIONS[-1] + 1)
-        looked_up = Tables(cos_PR, sin_PR, torch.tensor(POSITIONS, device=device))
-        return Rotation(looked_up, turns(config, POSITIONS).to(device), config.qk_rope_head_dim)
-
-
-@dataclass(frozen=True)
-class Case:
-    """Sizes, type and place of one case."""
-
-    impl: str
-    heads: int
-    copied: int
-    rotation: Rotation
-    dtype: torch.dtype
-    device: str
-
-    @property
-    def name(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.impl}, {self.heads} heads, {self.copied} + {self.rotation.rotated} columns, {dtype}"
-
-
-class Surrounded:
-    """A tensor with gaps between its heads and columns, inside a buffer that reaches beyond it on all sides."""
-
-    def __init__(self, shape: Sequence[int], case: Case, *, outside: float, seed: int | None = None):
-        around = (shape[0] + 2, *(2 * size + 3 for size in shape[1:]))
-        self.buffer = torch.full(around, outside, dtype=case.dtype, device=case.device)
-        self.tensor = self.buffer[(slice(1, -1), *(slice(2, 2 + 2 * size, 2) for size in shape[1:]))]
-        if seed is None:
-            self.tensor.fill_(math.nan)
-        else:
-            drawn = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
-            self.tensor.copy_(drawn.to(case.dtype))
-
-    def unwritten(self) -> int:
-        return int(self.tensor.isnan().sum())
-
-    def written_outside(self) -> int:
-        """Elements outside of the tensor that changed (call last: it overwrites the tensor)."""
-        self.tensor.fill_(GUARD)
-        return int((self.buffer != GUARD).sum())
+GUARDED = {(5, 5, 12): ((1, 2), (2, 4), (4, 16)), (12, 5, 12): ((8, 128),)}
+"""Sizes of the cases with guard elements, and the heads and copied columns of one program, at most: every block of
+more than one head is partly empty in one of them, the kernels' own blocks included."""
 
 
 @dataclass(frozen=True)
@@ -106,18 +48,21 @@ class Operation:
     oracle: Callable[..., tuple[Tensor, ...]]
 
 
-def odd_cases(impl: str, device: str, base: ModelConfig, sizes: Sequence[tuple[int, int, int]]) -> list[Case]:
-    """Sizes that are no powers of two, with unequal corrections; narrow ones in float32, the others in BF16.
+def kernel_rows(
+    impl: str, device: str, base: ModelConfig, sizes: Sequence[tuple[int, int, int]], more: Sequence[Case] = ()
+) -> list[RopeRow]:
+    """Rows of every case; Triton's kernels between guard elements first.
 
-    Triton's interpreter rounds to BF16 wrongly, so there all are in float32.
+    A kernel that writes outside of its output there is not let loose on memory of others.
     """
-    wide = torch.float32 if impl == "triton" and device == "cpu" else torch.bfloat16
-    widths = {rotated: replace(base, rope_scaling=UNEQUAL, qk_rope_head_dim=rotated) for _, _, rotated in sizes}
-    rotations = {rotated: Rotation.of(config, device) for rotated, config in widths.items()}
-    return [
-        Case(impl, heads, copied, rotations[rotated], wide if copied else torch.float32, device)
-        for heads, copied, rotated in sizes
-    ]
+    rows: list[RopeRow] = []
+    if impl == "triton":
+        rows += guard_rows(device, base)
+    if any(row.kind == "outside" and row.value for row in rows):
+        return rows
+    for case in (*more, *odd_cases(impl, device, base, sizes)):
+        rows += operation_rows(case)
+    return rows
 
 
 def operation_rows(case: Case) -> list[RopeRow]:
@@ -126,7 +71,7 @@ def operation_rows(case: Case) -> list[RopeRow]:
 
 
 def _operations(case: Case) -> Iterator[Operation]:
-    tokens, heads, copied, rotated = len(POSITIONS), case.heads, case.copied, case.rotation.rotated
+    tokens, heads, copied, rotated = len(case.rotation.positions), case.heads, case.copied, case.rotation.rotated
     looked_up, turned, values = case.rotation.tables, case.rotation.turned, case.copied + 2
     named: dict[str, Any] = {"cos": looked_up[0], "sin": looked_up[1], "positions_T": looked_up[2], "impl": case.impl}
 
@@ -176,7 +121,7 @@ def _rows(operation: Operation, case: Case) -> Iterator[RopeRow]:
         first, second = (_with_gradients(operation.run, leaves, case) for _ in range(2))
     for index, (name, got, want) in enumerate(zip(names, first, wanted, strict=True)):
         kind = "forward" if index < len(operation.outputs) else "gradient"
-        yield _error_row(kind, case.name, f"{operation.name}: {name}", got, want)
+        yield error_row(kind, case, case.name, f"{operation.name}: {name}", got, want)
     counts = {
         "unwritten": sum(int(tensor.isnan().sum()) for tensor in first),
         "repeat": sum(map(_differing, first, second)),
@@ -196,16 +141,19 @@ def _with_gradients(run: Callable[..., tuple[Tensor, ...]], leaves: list[Tensor]
     return [*(out.detach() for out in outputs), *torch.autograd.grad(outputs, leaves, upstream)]
 
 
-def guard_rows(case: Case) -> list[RopeRow]:
-    """Triton's kernels, writing between guard elements, for every block size."""
-    return [row for blocks in BLOCKS for row in _guarded(case, blocks)]
+def guard_rows(device: str, base: ModelConfig) -> list[RopeRow]:
+    """Triton's kernels, writing between guard elements, for several block sizes."""
+    cases = odd_cases("triton", device, base, GUARDED, positions=(POSITIONS[1], POSITIONS[-1]))
+    return [
+        row for case, blocks in zip(cases, GUARDED.values(), strict=True) for b in blocks for row in _guarded(case, b)
+    ]
 
 
 def _guarded(case: Case, blocks: tuple[int, int]) -> Iterator[RopeRow]:
     from smoke.kernels.mla_rope import triton as kernels
 
     looked_up, turned = case.rotation.tables, case.rotation.turned
-    tokens, heads, copied, rotated = len(POSITIONS), case.heads, case.copied, case.rotation.rotated
+    tokens, heads, copied, rotated = len(case.rotation.positions), case.heads, case.copied, case.rotation.rotated
     shapes = {
         "q": (heads, copied),
         "pe": (heads, rotated),
@@ -251,20 +199,10 @@ def _guarded(case: Case, blocks: tuple[int, int]) -> Iterator[RopeRow]:
         call(**{key: output.tensor for key, output in outputs.items()})
         for key, output in outputs.items():
             tensor, counts = f"{kernel}: {key}", {"unwritten": output.unwritten()}
-            yield _error_row("forward", name, tensor, output.tensor, wanted[key])
+            yield error_row("forward", case, name, tensor, output.tensor, wanted[key])
             counts["outside"] = output.written_outside()
             for kind, count in counts.items():
                 yield RopeRow(kind=kind, case=name, tensor=tensor, position=None, value=float(count))
-
-
-def _error_row(kind: str, case: str, tensor: str, got: Tensor, want: Tensor) -> RopeRow:
-    """The position with the largest error; a NaN is the largest."""
-    if not got.numel():
-        return RopeRow(kind=kind, case=case, tensor=tensor, position=None, value=0.0)
-    error_T, size_T = ((x.double().abs().flatten(1).amax(1)) for x in (got.double() - want, want))
-    units_T = (error_T / size_T / torch.finfo(got.dtype).eps).nan_to_num(nan=math.inf, posinf=math.inf)
-    worst = int(units_T.argmax())
-    return RopeRow(kind=kind, case=case, tensor=tensor, position=POSITIONS[worst], value=float(units_T[worst]))
 
 
 def _differing(a: Tensor, b: Tensor) -> int:

@@ -55,11 +55,19 @@ def _runs(faults: Sequence[Fault], environment: Environment, device: str) -> Ite
     """Plan of every run: for each configuration the run without a fault, then its faults."""
     groups: dict[str, list[tuple[Plan, Fault]]] = {}
     for fault in faults:
-        plan = resolve(small_config(**{"device": device, **fault.changes}), environment)
+        changes = {} if _missing(fault, environment) else fault.changes
+        plan = resolve(small_config(**{"device": device, **changes}), environment)
         groups.setdefault(repr(plan.config), []).append((plan, fault))
     for group in groups.values():
         yield group[0][0], None
         yield from group
+
+
+def _missing(fault: Fault, environment: Environment) -> str:
+    """Why the fault cannot be shown here; empty when it can."""
+    if fault.needs_cuda and not environment.cuda_available:
+        return "needs a CUDA device"
+    return environment.missing("triton") if fault.needs_triton else ""
 
 
 def _show(
@@ -67,8 +75,8 @@ def _show(
 ) -> tuple[SelftestRow, int]:
     """One run: its row, and the signal that interrupted it, or 0."""
     start = time.perf_counter()
-    if fault is not None and fault.needs_cuda and not environment.cuda_available:
-        return _row(plan, fault, SKIP, (), "", "needs a CUDA device", 0.0), 0
+    if fault is not None and (missing := _missing(fault, environment)):
+        return _row(plan, fault, SKIP, (), "", missing, 0.0), 0
     folder.mkdir()
     record = Record()
     if fault is None:

@@ -13,6 +13,7 @@ from smoke.config import ModelConfig, RopeScaling
 from smoke.kernels.mla_rope import reference
 from smoke.record import Record
 from smoke.run import rope, rope_kernels
+from smoke.run.rope_cases import UNEQUAL, odd_cases
 from smoke.run.rope_oracle import joined, softmax_scale, turn, turned_back, turns
 
 MODEL = ModelConfig(max_position_embeddings=100)
@@ -25,7 +26,7 @@ def judged(monkeypatch, **changes):
     return rope_contract(Record(rope=rope.rope_rows(session)), session.plan, None)
 
 
-@pytest.mark.parametrize("scaling", [RopeScaling(), rope_kernels.UNEQUAL, None], ids=["equal", "unequal", "none"])
+@pytest.mark.parametrize("scaling", [RopeScaling(), UNEQUAL, None], ids=["equal", "unequal", "none"])
 def test_the_model_as_it_is_is_green(monkeypatch, scaling):
     session = small_session()
     model = dataclasses.replace(session.plan.config.model, rope_scaling=scaling)
@@ -36,7 +37,7 @@ def test_the_model_as_it_is_is_green(monkeypatch, scaling):
 def test_every_size_is_green_in_both_types():
     rows = [
         row
-        for case in rope_kernels.odd_cases("reference", "cpu", MODEL, rope_kernels.SIZES)
+        for case in odd_cases("reference", "cpu", MODEL, rope_kernels.SIZES)
         for row in rope_kernels.operation_rows(case)
     ]
     assert {"float32", "bfloat16"} == {row.case.rpartition(", ")[2] for row in rows}
@@ -155,5 +156,5 @@ def test_elements_that_are_not_written(monkeypatch):
 
 
 def _spoiled_rows():
-    (case,) = rope_kernels.odd_cases("reference", "cpu", MODEL, SMALL_SIZES[:1])
+    (case,) = odd_cases("reference", "cpu", MODEL, SMALL_SIZES[:1])
     return rope_kernels.operation_rows(case)
