@@ -22,8 +22,10 @@ from smoke.record import Record
 from smoke.report import SelftestRow
 from smoke.report.exit_code import SIGNAL_BASE
 from smoke.run import Outcome, Shared, attempt
+from smoke.run.interrupt import Interrupted, interruptible
 
 NAME = "selftest.json"
+Run = tuple[Plan, Fault | None]
 
 
 def run_selftest(
@@ -31,15 +33,13 @@ def run_selftest(
 ) -> int:
     """Show every fault, print the table, write selftest.json, and return the exit code. Raises Refusal."""
     folder = reports.create(RunConfig(out=out), words="selftest")
-    shared, rows, interrupted = Shared(), [], 0
     runs = list(_runs(faults, environment, device))
-    for number, (plan, fault) in enumerate(runs, 1):
-        row, interrupted = _show(folder / f"{number:02}", plan, fault, environment, shared)
-        rows.append(row)
-        name = row.fault or f"no fault: {row.config}"
-        print(f"[{number}/{len(runs)}] {row.status} {name}: {_words(row)} ({row.seconds:.1f} s)", flush=True)
-        if interrupted:
-            break
+    rows: list[SelftestRow] = []
+    try:
+        with interruptible():
+            interrupted = _show_all(folder, runs, environment, rows)
+    except Interrupted as stop:
+        interrupted = stop.signal_number
     verdict, code = ("interrupted", SIGNAL_BASE + interrupted) if interrupted else reports.selftest_exit(rows)
     text = reports.selftest_json(rows, verdict, code, command=command, environment=environment)
     try:
@@ -51,7 +51,21 @@ def run_selftest(
     return code
 
 
-def _runs(faults: Sequence[Fault], environment: Environment, device: str) -> Iterator[tuple[Plan, Fault | None]]:
+def _show_all(folder: pathlib.Path, runs: Sequence[Run], environment: Environment, rows: list[SelftestRow]) -> int:
+    """Fill ``rows``, and print each as it comes. Returns the signal that interrupted a run, or 0."""
+    shared = Shared()
+    for number, (plan, fault) in enumerate(runs, 1):
+        name = fault.name if fault else "sound"
+        row, interrupted = _show(folder / f"{number:02}-{name}", plan, fault, environment, shared)
+        rows.append(row)
+        name = row.fault or f"no fault: {row.config}"
+        print(f"[{number}/{len(runs)}] {row.status} {name}: {_words(row)} ({row.seconds:.1f} s)", flush=True)
+        if interrupted:
+            return interrupted
+    return 0
+
+
+def _runs(faults: Sequence[Fault], environment: Environment, device: str) -> Iterator[Run]:
     """Plan of every run: for each configuration the run without a fault, then its faults."""
     groups: dict[str, list[tuple[Plan, Fault]]] = {}
     for fault in faults:

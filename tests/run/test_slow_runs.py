@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from small_runs import statuses
@@ -41,3 +42,13 @@ def test_the_whole_matrix(tmp_path, monkeypatch, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith(PRECISIONS)]
     assert len(lines) == 12
     assert all("pass" in line for line in lines)
+
+
+@pytest.mark.timeout(600)
+def test_every_fault_is_shown(tmp_path):
+    start = time.perf_counter()
+    assert cli.main(["selftest", "--out", str(tmp_path / "out")]) == 0
+    assert time.perf_counter() - start <= 240
+    rows = json.loads((tmp_path / "out" / "selftest.json").read_text(encoding="utf-8"))["rows"]
+    assert {row["status"] for row in rows} <= {"PASS", "SKIP"}
+    assert sum(row["status"] == "PASS" and bool(row["fault"]) for row in rows) >= 32
