@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from smoke import __version__
-from smoke.output import lasting
+from smoke.output import lasting, printable
 from smoke.process import own
 
 if TYPE_CHECKING:
@@ -226,5 +226,5 @@ def _unknown(kind: str, word: str, words: list[str]) -> str:
 
 
 def _fail(prog: str, message: str, code: int = USAGE) -> int:
-    print(f"{prog}: error: {message}", file=sys.stderr)
+    print(f"{prog}: error: {printable(message)}", file=sys.stderr)
     return code

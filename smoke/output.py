@@ -1,7 +1,12 @@
-"""Standard output and error that cannot stop a run: a reader that went away, a full disk, a closed stream.
+"""Standard output and error that cannot stop a run, and text that is safe to show on them.
 
-``python train.py | head -1`` closes the pipe after a line, and a terminal can vanish while a job runs. The report is in
-files, so the run goes on: from the first failed write, what is printed is dropped.
+A reader can go away, a disk be full, a stream be closed: ``python train.py | head -1`` closes the pipe after a line,
+and a terminal can vanish while a job runs. The report is in files, so the run goes on: from the first failed write,
+what is printed is dropped.
+
+Every name and message may come from a file, a path or a command line. ``printable`` makes control characters, marks
+that turn the direction of text and unpaired surrogates visible as backslash escapes, so that none reaches a terminal,
+an XML parser or an encoder.
 """
 
 from __future__ import annotations
@@ -11,6 +16,12 @@ import os
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
+
+
+def printable(text: str, encoding: str = "utf-8") -> str:
+    """``text`` on one line, with what cannot be shown, or encoded, as backslash escapes."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
 class Lasting:

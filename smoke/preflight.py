@@ -21,9 +21,9 @@ from smoke.config import PRECISIONS, RunConfig
 from smoke.data.sources import DataError
 from smoke.data.sources import preflight as data_preflight
 from smoke.environment import Environment
+from smoke.output import printable
 from smoke.plan import Plan, Refusal, quantized_gemms, resolve
 from smoke.precision.recipe import RECIPES, Recipe, canonical
-from smoke.report.text import printable
 from smoke.requirements import CHECKS
 
 if TYPE_CHECKING:

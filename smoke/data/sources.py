@@ -10,10 +10,11 @@ language model gets.
 * ``text:FILE`` (the file is one document; line ends become ``\\n``), ``jsonl:FILE`` and ``parquet:FILE`` (a document
   for each row, in the column ``--data.text_field``; empty and null texts are passed over).
 
-Files are read by Hugging Face ``datasets`` as a stream: nothing is downloaded, no cache is written, its log and
-progress bars stay silent; text compressed with gzip, bz2 or xz is opened. JSON lines are read as lines and parsed here:
-a loader that infers a schema stumbles over rows whose other fields differ, and cannot say which line is bad. Reading
-stops at ``MOST_CHARACTERS``.
+Text and JSON lines are read here, line by line, also when compressed with gzip, bz2 or xz: a loader that infers a
+schema stumbles over rows whose other fields differ and cannot say which line is bad, and one that waits for the end of
+a line takes in gigabytes where a small compressed file has none. Parquet is read by Hugging Face ``datasets`` as a
+stream: nothing is downloaded, no cache is written, its log and progress bars stay silent. Reading stops at
+``MOST_CHARACTERS``.
 
 Everything that can be wrong with a source is a ``DataError`` of one line, raised before any training. A source may be
 shorter than the whole run (it is then read again in a new order), but not shorter than one batch.
@@ -21,8 +22,10 @@ shorter than the whole run (it is then read again in a new order), but not short
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import difflib
+import gzip
 import json
 import lzma
 import os
@@ -30,7 +33,8 @@ import pathlib
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TextIO
 
 import numpy as np
 
@@ -38,11 +42,15 @@ from smoke.config import DataConfig
 from smoke.data.generated import SEPARATOR, generated_documents
 
 MOST_CHARACTERS = 1 << 24
-"""Reading a file stops with the row (or line) that reaches this size."""
+"""Reading a file stops with the row (or line) that reaches this size; a line is cut there."""
+FEW_ROWS = 64
+"""Rows of Parquet in memory at a time: in a column with a dictionary, a few bytes can stand for a long text."""
+COMPRESSED: dict[bytes, Callable[..., TextIO]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
+"""First bytes of compressed files."""
 FILE_KINDS = ("text", "jsonl", "parquet")
 LEGAL = "prose, generated, text:FILE, jsonl:FILE or parquet:FILE"
 LEAST_VOCABULARY = SEPARATOR + 1
-# UnicodeDecodeError and pyarrow's ArrowInvalid are ValueErrors; the others come from compressed files that are damaged
+# UnicodeDecodeError and pyarrow's ArrowInvalid are ValueErrors; the others come from compressed files that are damaged,
 # or of a kind that ``datasets`` cannot open.
 _UNREADABLE = (ValueError, EOFError, lzma.LZMAError, zlib.error, zipfile.BadZipFile, NotImplementedError)
 
@@ -146,8 +154,9 @@ def _prose(data: DataConfig) -> list[str]:
 
 
 def _parquet(data: DataConfig, name: str) -> list[str]:
-    with _reading(data, "Parquet") as (datasets, folder):
-        dataset = datasets.Dataset.from_parquet(_link(folder, name), cache_dir=folder, streaming=True)
+    with _readable(data, "Parquet"), _quiet_datasets() as (datasets, folder):
+        options = {"cache_dir": folder, "streaming": True, "batch_size": FEW_ROWS}
+        dataset = datasets.Dataset.from_parquet(_link(folder, name), **options)
         kinds = {column: getattr(feature, "dtype", "nested") for column, feature in dataset.features.items()}
         legal = [column for column, kind in kinds.items() if "string" in kind]
         if data.text_field not in legal:
@@ -159,18 +168,29 @@ def _parquet(data: DataConfig, name: str) -> list[str]:
 
 
 def _lines(data: DataConfig, name: str) -> list[str]:
-    """Lines of a UTF-8 file with their ends."""
-    with _reading(data, "UTF-8 text") as (datasets, folder):
-        # utf-8-sig: a byte order mark is no part of the text
-        options = {"keep_linebreaks": True, "encoding": "utf-8-sig", "cache_dir": folder, "streaming": True}
-        return _column(datasets.Dataset.from_text(_link(folder, name), **options), "text")
+    """Lines of a UTF-8 file, each with a ``\\n`` at its end, until MOST_CHARACTERS."""
+    lines: list[str] = []
+    size = 0
+    with _readable(data, "UTF-8 text"), _text_stream(_path(name)) as stream:
+        while size < MOST_CHARACTERS and (line := stream.readline(MOST_CHARACTERS)):
+            lines.append(line)
+            size += len(line)
+    return lines
+
+
+def _text_stream(path: pathlib.Path) -> TextIO:
+    """The file, decompressed where its first bytes say so, as text without a byte order mark."""
+    with open(path, "rb") as file:
+        head = file.read(6)
+    opener = next((opener for magic, opener in COMPRESSED.items() if head.startswith(magic)), open)
+    return opener(path, "rt", encoding="utf-8-sig")
 
 
 def _column(dataset, column: str) -> list[str]:
     """The texts of a column, without null, until MOST_CHARACTERS."""
     texts: list[str] = []
     size = 0
-    for batch in dataset.iter(batch_size=1000):
+    for batch in dataset.iter(batch_size=FEW_ROWS):
         for text in batch[column]:
             if text is not None:
                 texts.append(text)
@@ -197,8 +217,9 @@ def _json_text(data: DataConfig, number: int, line: str) -> str:
     """The text in one JSON line; empty where it is null."""
     try:
         row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
-        raise _refusal(data, f"line {number} is not JSON", "write one object on each line") from None
+    except (ValueError, RecursionError):  # ValueError: no JSON, or a number of thousands of digits
+        long = f" (it is longer than {MOST_CHARACTERS:,} characters)" if len(line) >= MOST_CHARACTERS else ""
+        raise _refusal(data, f"line {number} is not JSON{long}", "write one object on each line") from None
     if not isinstance(row, dict):
         raise _refusal(data, f"line {number} is not an object", 'write lines like {"text": "..."}')
     legal = ", ".join(field for field, value in row.items() if isinstance(value, str)) or "none in this line"
@@ -228,11 +249,10 @@ def _quiet_datasets() -> Iterator[tuple]:
 
 
 @contextlib.contextmanager
-def _reading(data: DataConfig, form: str) -> Iterator[tuple]:
-    """``_quiet_datasets``, with what goes wrong while a file is read turned into a DataError."""
+def _readable(data: DataConfig, form: str) -> Iterator[None]:
+    """What goes wrong while a file is read, as a DataError."""
     try:
-        with _quiet_datasets() as tools:
-            yield tools
+        yield
     except DataError:
         raise
     except OSError as error:

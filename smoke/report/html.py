@@ -14,11 +14,12 @@ from collections.abc import Sequence
 
 from smoke import __version__
 from smoke.checks import ERROR, FAIL, PASS, SKIP
+from smoke.output import printable
 from smoke.record import CoverageRow, Record
 from smoke.report.config_yaml import text_of
 from smoke.report.contract import Report, verdict_line
 from smoke.report.plots import Figure, figures
-from smoke.report.text import how, printable, summary_pairs
+from smoke.report.text import how, summary_pairs
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1b1f27; background: #fff; margin: 0 auto;

@@ -10,8 +10,8 @@ import io
 from typing import Any
 
 from smoke.checks import ERROR, FAIL, PASS, SKIP, Finding
+from smoke.output import printable
 from smoke.report.contract import Report, verdict_line
-from smoke.report.text import printable
 
 
 def junit_text(report: Report) -> str:

@@ -9,9 +9,10 @@ import re
 from collections.abc import Sequence
 
 from smoke import __version__
+from smoke.output import printable
 from smoke.report.contract import Report, verdict_line
 from smoke.report.matrix import MatrixRow, columns
-from smoke.report.text import how, printable, summary_pairs
+from smoke.report.text import how, summary_pairs
 
 
 def escape(text: str) -> str:

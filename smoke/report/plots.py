@@ -13,8 +13,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from smoke.output import printable
 from smoke.record import GradientRow, Record
-from smoke.report.text import printable
 
 Figure = dict[str, Any]
 RUN, TWIN, FLOOR, OTHER = "#b5179e", "#1d4e89", "#8a94a6", "#c9a227"

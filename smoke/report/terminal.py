@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 from smoke import __version__
 from smoke.checks import Finding
+from smoke.output import printable
 from smoke.plan import Plan
 from smoke.report.contract import Report, verdict_line
 from smoke.report.matrix import MatrixRow, columns
 from smoke.report.selftest import SelftestRow
-from smoke.report.text import HOW, printable, summary_pairs
+from smoke.report.text import HOW, summary_pairs
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,7 +1,6 @@
-"""Text that is safe to show: every name and message may come from a file, a path or a command line.
+"""Sentences and numbers that all writers of a report share.
 
-``printable`` makes control characters and unpaired surrogates visible as backslash escapes, so that none reaches a
-terminal, an XML parser or an encoder. Escaping of markup is each writer's own.
+What they show is made safe by ``smoke.output.printable``; escaping of markup is each writer's own.
 """
 
 from __future__ import annotations
@@ -17,12 +16,6 @@ HOW = {
     "bf16": "nothing is quantized",
 }
 """How the numbers of a run were made, in words."""
-
-
-def printable(text: str, encoding: str = "utf-8") -> str:
-    """``text`` on one line, with what cannot be shown, or encoded, as backslash escapes."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def number(value: float | None, digits: int = 1) -> str:

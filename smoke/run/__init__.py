@@ -23,7 +23,8 @@ from smoke.checks import Finding, judge
 from smoke.config import RunConfig
 from smoke.data.sources import DataError
 from smoke.environment import Environment
-from smoke.plan import USAGE, Plan, Refusal
+from smoke.output import printable
+from smoke.plan import MISSING, USAGE, Plan, Refusal
 from smoke.record import Record
 from smoke.run.interrupt import Interrupted, interruptible, undisturbed
 
@@ -85,7 +86,7 @@ def execute_matrix(plans: Sequence[Plan], environment: Environment, command: Seq
                 report, record = run_into(folder, plan, environment, command, shared, quiet=True)
                 rows.append(reports.matrix_row(report, record))
                 codes.append(report.exit_code)
-                print(f"    {reports.verdict_line(report)} ({folder})", flush=True)
+                print(printable(f"    {reports.verdict_line(report)} ({folder})"), flush=True)
                 if report.verdict == "interrupted":
                     break
         except Refusal as refusal:
@@ -136,24 +137,36 @@ def run_into(
     *,
     quiet: bool = False,
 ) -> tuple[reports.Report, Record]:
-    """Run one plan and fill its folder. Raises Refusal when the data or the disk cannot serve it."""
+    """Run one plan and fill its folder. Raises Refusal when the data cannot serve it, or the disk while it trains."""
     record = Record()
     with undisturbed():
         outcome = attempt(folder, plan, record, shared, quiet)
+        report = reports.build(
+            record,
+            plan,
+            outcome.findings,
+            environment=environment,
+            command=command,
+            interrupted_signal=outcome.interrupted_signal,
+            crashed=outcome.crashed,
+            message=outcome.message,
+        )
         try:
-            report = reports.build(
-                record,
-                plan,
-                outcome.findings,
-                environment=environment,
-                command=command,
-                interrupted_signal=outcome.interrupted_signal,
-                crashed=outcome.crashed,
-                message=outcome.message,
-            )
             return reports.write_all(folder, report, record, plan.config), record
         except OSError as error:
-            raise Refusal(USAGE, f"--out {folder}: cannot be written: {error.strerror}") from None
+            return _unwritten(report, _disk_refusal(folder, error)), record
+
+
+def _disk_refusal(folder: pathlib.Path, error: OSError) -> Refusal:
+    return Refusal(MISSING, f"--out {folder}: cannot be written: {error.strerror or error}")
+
+
+def _unwritten(report: reports.Report, refusal: Refusal) -> reports.Report:
+    """What was found out is still shown and counts; a run that passed does not pass without its report."""
+    _fail(refusal)
+    if report.exit_code == 0:
+        report = replace(report, verdict=refusal.verdict, exit_code=refusal.exit_code)
+    return replace(report, message=report.message or refusal.message)
 
 
 def attempt(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quiet: bool) -> Outcome:
@@ -171,6 +184,8 @@ def attempt(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, qu
         return Outcome(interrupted_signal=stop.signal_number, message=f"stopped by {stop}")
     except DataError as error:
         raise Refusal(USAGE, str(error)) from None
+    except Refusal:
+        raise
     except Exception as error:
         traceback.print_exc()
         return Outcome(_early(record, plan), crashed=True, message=f"{type(error).__name__}: {error}".splitlines()[0])
@@ -222,7 +237,10 @@ def _work(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quie
 
         def keep(row: Any) -> None:
             record.steps.append(row)
-            sink(row)
+            try:
+                sink(row)
+            except OSError as error:
+                raise _disk_refusal(folder, error) from None
 
         fit(session, watch(session, keep), record)
     record.curves = replace(record.curves, run=tuple(row.loss for row in record.steps))
@@ -251,5 +269,5 @@ def _stage(name: str, quiet: bool) -> Iterator[None]:
 
 
 def _fail(refusal: Refusal) -> int:
-    print(f"smoke: {refusal.message}", file=sys.stderr)
+    print(f"smoke: {printable(refusal.message)}", file=sys.stderr)
     return refusal.exit_code
