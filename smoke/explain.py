@@ -220,7 +220,8 @@ def text(check: str) -> str:
     entry = CHECKS[check]
     parts = (("proves", entry.proves), ("measures", entry.measures), ("limit", entry.limit), ("red", entry.red))
     titles = {"proves": "What it proves", "measures": "How it measures", "limit": "Limit", "red": "When it is red"}
-    return f"{check}\n\n" + "\n".join(f"{titles[name]}\n{_wrapped(body)}\n" for name, body in parts)
+    body = "\n".join(f"{titles[name]}\n{_wrapped(words)}\n" for name, words in parts)
+    return f"{check}\n\n{body}\nMore, with the faults that turn it red: docs/checks/{check}.md\n"
 
 
 def _wrapped(body: str) -> str:
