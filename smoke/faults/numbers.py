@@ -97,13 +97,26 @@ def weights_in_another_order() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def optimizer_does_nothing() -> Iterator[None]:
+def masters_never_copied() -> Iterator[None]:
+    import torch
+
     from smoke.module import MasterAdamW
 
-    def closure_only(optimizer: Any, closure: Any = None) -> Any:
-        return closure() if closure is not None else None
+    original = MasterAdamW.step
 
-    with replaced(MasterAdamW, "step", closure_only):
+    def step(optimizer: Any, closure: Any = None) -> Any:
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        with torch.no_grad():
+            before = [(parameter, parameter.clone()) for parameter, _ in optimizer.pairs()]
+            original(optimizer)
+            for parameter, kept in before:
+                parameter.copy_(kept)
+        return result
+
+    with replaced(MasterAdamW, "step", step):
         yield
 
 
@@ -146,12 +159,12 @@ FAULTS = (
         inject=weights_in_another_order,
     ),
     Fault(
-        name="optimizer-does-nothing",
+        name="masters-never-copied",
         row=0,
-        summary="gradients are right and no weight moves",
+        summary="the optimizer moves its float32 masters and never copies them into the parameters",
         red=("loss_tracking",),
         where="BF16 twin",
         changes={"precision": "mxfp8", "steps": 12},
-        inject=optimizer_does_nothing,
+        inject=masters_never_copied,
     ),
 )
