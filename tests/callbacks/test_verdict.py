@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import pathlib
+import re
+import warnings
 
 import lightning
 import pytest
 import torch
-from callback_toys import Toy, fit, make_batches
+from callback_toys import Batches, Toy, fit, make_batches
 
 from smoke.callbacks import (
     Coverage,
@@ -363,3 +366,17 @@ def test_twin_follows_train_and_eval_flags_and_buffers():
     assert int(twin.norm.num_batches_tracked) == 0
     assert twin.training
     assert not twin.frozen.training
+
+
+def test_the_readme_shows_what_works(monkeypatch, tmp_path):
+    text = (pathlib.Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    monkeypatch.chdir(tmp_path)
+    module = Toy()
+    names = {"module": module, "twin": Toy(), "loader": Batches(make_batches(25))}
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning")
+        exec(code, names)
+    assert names["verdict"].passed
+    assert len(module.seen) == 20
+    assert list(tmp_path.iterdir()) == []
