@@ -130,6 +130,18 @@ CHECKS: dict[str, Text] = {
         "unwritten: a block is narrower than what it covers. repeat: the first call ran an in-place kernel more than "
         "once.",
     ),
+    "saved_tensors": Text(
+        proves="What backward computes with is what forward saved: no operation wrote into a tensor that another one "
+        "had saved.",
+        measures="Autograd counts the writes in place of each tensor. The hooks that do recompute note the count when "
+        "a tensor is saved (in a region: in its replay) and compare it when backward asks for the tensor, in every "
+        "step; autograd's own comparison is off inside hooks. Writes through .data, or by a kernel that does not tell "
+        "autograd, are not counted.",
+        limit="Exact: no tensor changed.",
+        red="The row names step, module and recompute region that saved the tensor, its shape and both counts. Look "
+        "for what writes in place behind that module: a rotary embedding that reuses the query's memory, a residual "
+        "added in place, an activation with inplace=True. The gradient of that module's weight is wrong.",
+    ),
     "finite": Text(
         proves="No NaN and no infinity appeared in losses, activations, gradients or weights.",
         measures="Every step looks at the loss, gradients and weights, and at inputs and output gradients of the "

@@ -19,6 +19,7 @@ CHECKS = (
     "absorbed_parity",
     "packed_parity",
     "rope_contract",
+    "saved_tensors",
     "finite",
     "weight_freshness",
     "gradient_presence",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from smoke.callbacks.gradient_parity import GradientParity
     from smoke.callbacks.loss_tracker import LossTracker
     from smoke.callbacks.presence import GradientPresence
+    from smoke.callbacks.saved_tensors import SavedTensors
     from smoke.callbacks.step_log import StepLog
     from smoke.callbacks.throughput import Throughput
     from smoke.callbacks.twin import twin_reference
@@ -29,6 +30,7 @@ __all__ = [
     "GradientParity",
     "GradientPresence",
     "LossTracker",
+    "SavedTensors",
     "StepLog",
     "Throughput",
     "WeightFreshness",
@@ -43,6 +45,7 @@ _HOMES = {
     "GradientParity": "gradient_parity",
     "GradientPresence": "presence",
     "LossTracker": "loss_tracker",
+    "SavedTensors": "saved_tensors",
     "StepLog": "step_log",
     "Throughput": "throughput",
     "WeightFreshness": "weight_freshness",

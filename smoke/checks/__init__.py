@@ -17,6 +17,7 @@ from smoke.checks.finding import ERROR, FAIL, PASS, SKIP, Check, Finding
 from smoke.checks.gradients import gradient_parity, gradient_presence, quantization_engaged
 from smoke.checks.ledgers import dtype_ledger, weight_freshness
 from smoke.checks.rope import rope_contract
+from smoke.checks.saved import saved_tensors
 from smoke.checks.training import loss_tracking, memory, throughput
 from smoke.checks.values import absorbed_parity, finite, packed_parity, quantizer
 from smoke.record import Record
@@ -35,6 +36,7 @@ CHECKS: dict[str, Check] = {
         absorbed_parity,
         packed_parity,
         rope_contract,
+        saved_tensors,
         finite,
         weight_freshness,
         gradient_presence,

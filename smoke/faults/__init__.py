@@ -15,6 +15,7 @@ from smoke.faults import (
     numbers,
     replay,
     rope,
+    saved,
     timing,
 )
 from smoke.faults.fault import SMALL, Fault, active, injected, replaced, small_config
@@ -30,6 +31,7 @@ FAULTS: tuple[Fault, ...] = (
     *ledgers.FAULTS,
     *timing.FAULTS,
     *kernels.FAULTS,
+    *saved.FAULTS,
 )
 """In the order of ``smoke selftest``."""
 

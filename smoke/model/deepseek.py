@@ -132,7 +132,7 @@ class DeepseekV3(nn.Module):
         """A batch of the model's layout (int64 tokens, labels, positions; thd: int32 cu_seqlens) -> ModelOutput."""
         sequences = Sequences.of(batch, self.layout)
         tables = self.rope_tables(sequences.positions_T)
-        with self.recompute.tracking([*self.parameters(), *self.buffers(), *tables]):
+        with self.recompute.tracking([*self.parameters(), *self.buffers(), *tables], self):
             return self._forward(batch, (sequences, *tables))
 
     def _forward(self, batch: dict[str, Tensor], around: tuple[Sequences, Tensor, Tensor]) -> ModelOutput:

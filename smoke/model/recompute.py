@@ -9,7 +9,7 @@ Two kinds of region, as in Megatron-core:
 How: autograd's saved-tensor hooks. Hooks do not nest (the innermost pair alone runs), so one pair, that of the model's
 ``Recompute``, does all the packing: it numbers what a region saves instead of keeping it, recognises a region's outputs
 by their storage when a consumer saves them, counts the bytes that stay, and checks that nothing that was saved is
-written in place afterwards (autograd's own version check is off inside hooks).
+written in place afterwards (autograd's own version check is off inside hooks): ``watch`` raises, or reports it.
 
 What makes a replay exact: the random state of the first pass is set around it, the backend hands in one context for the
 first pass and one for the replay (``context_fn``, as in ``torch.utils.checkpoint``), and the replay must save tensors
@@ -29,12 +29,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from smoke.model.ledger import Ledger, storage_of
-from smoke.model.saved import Held, Inner, Output, Packed, SavedTensorError, unpack
+from smoke.model.places import Places
+from smoke.model.saved import Held, Inner, InPlaceWrite, Output, Packed, SavedTensorError, Watch, unpack
 
-__all__ = ["DISCARDING", "Recompute", "SavedTensorError"]
+__all__ = ["DISCARDING", "InPlaceWrite", "Recompute", "SavedTensorError"]
 
 DISCARDING = ("mla_up_proj", "layernorm", "moe_act")
 """Regions whose outputs are brought back too; the others keep them."""
@@ -47,12 +48,14 @@ class _Region:
 
     def __init__(self, owner: Recompute, name: str, fn: Callable[..., Any], args: tuple[Any, ...]):
         self.owner, self.name, self.fn = owner, name, fn
-        self.args = [owner.hold(a.detach(), f"{name} (argument)") if isinstance(a, Tensor) else a for a in args]
+        self.place = f"{owner.places.here()} (region {name})"
+        self.args = [owner.hold(a.detach(), f"{self.place}, argument") if isinstance(a, Tensor) else a for a in args]
         self.needs_grad = [isinstance(a, Tensor) and a.requires_grad for a in args]
         self.first_context, self.replay_context = owner.context_fn()
         self.random_state = _random_state()
         self.signature: list[tuple[torch.Size, torch.dtype]] = []
-        self.restored: dict[int, Tensor] = {}
+        self.places: list[str] = []
+        self.restored: dict[int, Held] = {}
         self.restored_outputs: list[Tensor] = []
         self.outputs: tuple[Tensor, ...] = ()
         self.call = owner.ledger.next_call(name)
@@ -69,14 +72,14 @@ class _Region:
     def close(self) -> None:
         """Consumers are done: forget the outputs, whose storages may now be freed."""
         for output, version in zip(self.outputs, self.versions, strict=True):
-            if output._version != version:
-                raise SavedTensorError(f"an output of recompute region {self.name} was written in place")
+            self.owner.watch.look(f"{self.place}, output", output, version)
         self.outputs = ()
 
     def save(self, tensor: Tensor) -> Inner | None:
         """Pack hook inside the region: number the tensor (first pass) or bring it back (replay)."""
         if not self.replaying:
             self.signature.append((tensor.shape, tensor.dtype))
+            self.places.append(f"{self.owner.places.here()} (region {self.name})")
             return Inner(self, len(self.signature) - 1)
         index = len(self.restored)
         if index >= len(self.signature) or self.signature[index] != (tensor.shape, tensor.dtype):
@@ -84,7 +87,7 @@ class _Region:
                 f"the replay of recompute region {self.name} saved {tuple(tensor.shape)} {tensor.dtype} as tensor "
                 f"{index}; the first pass saved {self.signature[index : index + 1] or 'nothing more'}"
             )
-        self.restored[index] = tensor.detach()
+        self.restored[index] = Held(tensor.detach(), self.places[index], self.owner.watch)
         return None
 
     def recognise(self, tensor: Tensor) -> Output | None:
@@ -97,7 +100,7 @@ class _Region:
     def inner(self, index: int) -> Tensor:
         if index not in self.restored:
             self.replay()
-        return self.restored.pop(index)
+        return self.restored.pop(index).get()
 
     def output(self, index: int) -> Tensor:
         if not self.restored_outputs:
@@ -146,16 +149,20 @@ class Recompute:
         self.active = True
         self.ledger = Ledger()
         self.replays: dict[str, int] = {}
+        self.watch, self.places = Watch(), Places()
         self._running: list[_Region] = []
         self._open: list[_Region | _Watched] = []
 
     @contextlib.contextmanager
-    def tracking(self, persistent: Iterable[Tensor] = ()) -> Iterator[Ledger]:
-        """Around one whole forward: packs every saved tensor and counts bytes (``persistent`` tensors do not count)."""
+    def tracking(self, persistent: Iterable[Tensor] = (), root: nn.Module | None = None) -> Iterator[Ledger]:
+        """Around one whole forward of ``root``, whose modules name the places where tensors are saved.
+
+        Packs every saved tensor and counts bytes (``persistent`` tensors do not count).
+        """
         self.ledger = Ledger(persistent)
         self.replays = {}
         self._open.clear()
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, unpack), self.places.followed(root):
             try:
                 yield self.ledger
             finally:
@@ -206,9 +213,9 @@ class Recompute:
         """Whether a region is being run again at this moment."""
         return bool(self._running) and self._running[-1].replaying
 
-    def hold(self, tensor: Tensor, where: str) -> Packed:
+    def hold(self, tensor: Tensor, place: str) -> Packed:
         """Keep an argument of a region, or number it if another region can bring it back."""
-        packed = self._pack(tensor, where)
+        packed = self._pack(tensor, place)
         if isinstance(packed, Held):
             self.ledger.argument(tensor)
         assert packed is not None, "a region cannot start inside the replay of another"
@@ -235,16 +242,16 @@ class Recompute:
             result = fn(*args)
         return _Watched(name, self.ledger.next_call(name), _as_tuple(result)), result
 
-    def _pack(self, tensor: Tensor, where: str = "the model") -> Packed | None:
+    def _pack(self, tensor: Tensor, place: str = "") -> Packed | None:
         if self._running:
             return self._running[-1].save(tensor)
         for region in self._open:
             handle = region.recognise(tensor)
             if handle is not None:
                 self.ledger.output(region.name, region.call, tensor)
-                return handle if isinstance(handle, Output) else Held(tensor, where)
+                return handle if isinstance(handle, Output) else Held(tensor, place or self.places.here(), self.watch)
         self.ledger.save(tensor)
-        return Held(tensor, where)
+        return Held(tensor, place or self.places.here(), self.watch)
 
 
 class _Watched:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from smoke.record.contracts import RopeRow, SavedRow
 from smoke.record.ledgers import DtypeRow, FreshnessRow
 
 
@@ -112,23 +113,6 @@ class TwinRow:
     """absorbed, packed, or packed_leak (change of sequence B when only sequence A changes: exactly zero)."""
     tensor: str
     relative_error: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeRow:
-    """rope_contract: one property of the rotary embedding, measured on one case."""
-
-    kind: str
-    """table, scale, forward or gradient: ``value`` is the largest error against a float64 oracle, relative to the
-    largest number of its position, in rounding units (the machine epsilon of the type). unwritten, outside, input,
-    repeat or positions: ``value`` counts elements that a kernel did not write, wrote outside of its output, changed in
-    its input, gave differently in a second call, or placed at a wrong position."""
-    case: str
-    """Who computed it (reference, triton, a function of the model), sizes and type."""
-    tensor: str
-    position: int | None
-    """Where the error is largest, in tokens from the start of the sequence; None for counts and scales."""
-    value: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +226,11 @@ class Record:
     quantizer: list[QuantizerRow] = field(default_factory=list)
     twins: list[TwinRow] = field(default_factory=list)
     rope: list[RopeRow] = field(default_factory=list)
+    saved: list[SavedRow] = field(default_factory=list)
+    saved_looked: int = 0
+    """Saved tensors whose version was looked at in training."""
+    saved_steps: int = 0
+    """Optimizer steps in which it was."""
     finite: list[FiniteRow] = field(default_factory=list)
     finite_looked: int = 0
     """Tensors that the finite callback looked at."""

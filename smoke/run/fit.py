@@ -21,6 +21,7 @@ from smoke.callbacks import (
     GradientParity,
     GradientPresence,
     LossTracker,
+    SavedTensors,
     StepLog,
     Throughput,
     WeightFreshness,
@@ -65,11 +66,21 @@ class Watch:
     presence: GradientPresence
     freshness: WeightFreshness
     dtypes: DtypeLedger
+    saved: SavedTensors
     log: StepLog
     recorder: RoutingRecorder
 
     def callbacks(self) -> list[lightning.Callback]:
-        inner = [self.loss, self.gradients, self.finite, self.presence, self.freshness, self.dtypes, self.coverage]
+        inner = [
+            self.loss,
+            self.gradients,
+            self.finite,
+            self.presence,
+            self.freshness,
+            self.dtypes,
+            self.saved,
+            self.coverage,
+        ]
         return [*self.throughput.around(inner), self.log]
 
     def collect(self, record: Record) -> None:
@@ -79,6 +90,7 @@ class Watch:
         record.presence, record.throughput = self.presence.rows(), self.throughput.summary()
         record.freshness = list(self.freshness.rows)
         record.dtypes, record.dtype_steps = self.dtypes.rows(), self.dtypes.steps
+        record.saved, record.saved_looked, record.saved_steps = self.saved.rows, self.saved.looked, self.saved.steps
         record.tokens, record.mean_loss = self.loss.tokens(), self.loss.mean_loss()
 
 
@@ -108,6 +120,7 @@ def watch(session: Session, sink: Callable[[StepRow], None]) -> Watch:
             MultipliedWeights(session.precision.runtime, session.model), every=min(8, max(1, plan.config.steps - 1))
         ),
         dtypes=DtypeLedger(_optimizer_states, prefix="model."),
+        saved=SavedTensors(session.taken_writes, lambda: session.recompute.watch.looked),
         log=StepLog(loss, throughput, sink),
         recorder=recorder,
     )

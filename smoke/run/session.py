@@ -19,7 +19,7 @@ from smoke.data.sources import DataError
 from smoke.model.attention import Sequences
 from smoke.model.deepseek import DeepseekV3
 from smoke.model.mtp import next_labels
-from smoke.model.recompute import Recompute
+from smoke.model.recompute import InPlaceWrite, Recompute
 from smoke.model.routing import RoutingTape, replay_routing
 from smoke.module import IGNORED_LABEL, Batch, MasterAdamW, SmokeModule, make_optimizer, train_step
 from smoke.plan import Plan
@@ -38,6 +38,8 @@ class Session:
     precision: EmulatedPrecision
     recompute: Recompute
     twin: SmokeModule
+    writes: list[InPlaceWrite]
+    """Saved tensors that were written in place, since ``taken_writes`` was called."""
 
     @property
     def windows(self) -> list[list[Batch]]:
@@ -46,6 +48,12 @@ class Session:
     @property
     def model(self) -> DeepseekV3:
         return self.module.model
+
+    def taken_writes(self) -> list[InPlaceWrite]:
+        """What is in ``writes``, which is empty afterwards."""
+        taken = list(self.writes)
+        self.writes.clear()
+        return taken
 
     def optimizer(self) -> MasterAdamW:
         return make_optimizer(self.model, self.plan.config.train)
@@ -171,4 +179,6 @@ def build(plan: Plan, data: SmokeData, batches: list[Batch]) -> Session:
     precision.runtime.keeps_input = recompute.is_discarded
     recompute.context_fn = precision.runtime.recompute_contexts
     precision.convert_module(module)
-    return Session(plan, data, batches, module, precision, recompute, twin)
+    writes: list[InPlaceWrite] = []
+    recompute.watch.report = writes.append
+    return Session(plan, data, batches, module, precision, recompute, twin, writes)

@@ -207,6 +207,8 @@ def make_record() -> Record:
             TwinRow(kind="packed_leak", tensor="sequence 0", relative_error=0.0),
         ],
         rope=_rope(),
+        saved_looked=100,
+        saved_steps=STEPS,
         finite_looked=100,
         finite_steps=STEPS,
         finite_kinds=("gradient", "input", "loss", "output_gradient", "weight"),

@@ -172,6 +172,49 @@ def test_writing_in_place_after_a_save_is_an_error(written):
         step()
 
 
+@pytest.mark.parametrize("regions", [(), ("mlp",)], ids=["outside a region", "inside the replay"])
+def test_a_write_in_place_is_reported_with_its_module_and_region(regions):
+    """The second product writes over what the first one saved; the report is kept, and backward goes on."""
+
+    class Inner(torch.nn.Module):
+        def forward(self, x):
+            return torch.tanh(x)
+
+    class Outer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.recompute = Inner(), rc
+
+        def forward(self, x):
+            with self.recompute.tracking((), self):
+                return self.recompute.checkpoint("mlp", self.region, x)
+
+        def region(self, x):
+            y = self.first(x)
+            out = y.sum()
+            y.detach().mul_(2)
+            return out
+
+    rc, found = Recompute(regions), []
+    rc.watch.report = found.append
+    x = _input()
+    Outer()(x).backward()
+    assert [write.place for write in found] == ["first" + (" (region mlp)" if regions else "")]
+    assert (found[0].shape, found[0].saved_version, found[0].version) == ((2, 8, 16), 0, 1)
+    assert rc.watch.looked == 1 + len(regions)  # a region's argument too
+
+
+def test_places_end_with_the_forward_also_when_it_fails():
+    from smoke.model.places import Places
+
+    places, model = Places(), torch.nn.Sequential(torch.nn.Unflatten(1, (3, 3)))
+    with places.followed(model), pytest.raises(RuntimeError):
+        model(torch.zeros(1, 2))
+    assert places.here() == "the model"
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
 def test_a_replay_that_saves_something_else_is_an_error():
     rc, x, calls = Recompute(("layernorm",)), _input(), []
 
