@@ -31,6 +31,7 @@ commands:
   matrix         every precision with every recompute set, one table
   preflight      every rule of a request (the options of run), kept or broken, and known public defects; no training
   selftest       inject every known fault into a small run: the right checks must turn red, the others stay green
+  replay BUNDLE  reproduce the failures of a red run alone, from the bundle in its folder
   env            versions, devices, and what each precision would run on here, and why
   explain CHECK  what a check proves, how it measures, where its limit comes from, what to do when it is red
 
@@ -164,6 +165,41 @@ def selftest(args: Sequence[str], prog: str) -> int:
         return _fail(prog, refusal.message, refusal.exit_code)
 
 
+def replay(args: Sequence[str], prog: str) -> int:
+    """``smoke replay BUNDLE``."""
+    if args and args[0] in ("--help", "-h"):
+        print(REPLAY.format(prog=prog), end="")
+        return 0
+    if len(args) != 1:
+        return _fail(prog, "name one bundle: the folder bundle of a red run, or the run's folder")
+    from smoke.options import UsageError, parse_run
+    from smoke.plan import Refusal
+    from smoke.run import bundle
+
+    try:
+        folder, found = bundle.read(args[0])
+        bundle.verify(folder, found)
+        config = parse_run([f"--config={folder / bundle.OPTIONS}"], prog)
+        from smoke.run.replay import replay as reproduce
+
+        return reproduce(folder, found, config, facts())
+    except (bundle.BundleError, UsageError) as error:
+        return _fail(prog, str(error))
+    except Refusal as refusal:
+        return _fail(prog, refusal.message, refusal.exit_code)
+
+
+REPLAY = """\
+usage: {prog} BUNDLE
+
+Reproduces the failures of a red run alone. BUNDLE is the folder bundle that the run left in its folder, or that folder.
+Options, weights and batches are those of the bundle, and so is the injected fault, if there was one.
+
+exit codes: 1 reproduced, 0 did not reproduce, 2 no bundle that this version can replay, 3 crash or could not judge,
+4 the bundle's device or operations are not here
+"""
+
+
 def env(args: Sequence[str], prog: str) -> int:
     """``smoke env``."""
     if args:
@@ -195,6 +231,7 @@ COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
     "matrix": matrix,
     "selftest": selftest,
     "preflight": preflight,
+    "replay": replay,
     "env": env,
     "explain": explain,
 }

@@ -178,6 +178,8 @@ class CheckConfig:
     """rope_contract also runs the Triton kernels in Triton's CPU interpreter, in a process of its own (some 10 s)."""
     skip: tuple[str, ...] = ()
     """Checks not to run; skipping a required one ends in exit code 4."""
+    bundle: bool = True
+    """Whether a red run saves what smoke replay reproduces it from, its weights and batches, in the folder bundle."""
 
 
 @dataclass(frozen=True, kw_only=True)

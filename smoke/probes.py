@@ -10,8 +10,8 @@ in what runs between the last call that agrees and this one, under no module of 
 Hooks read and copy, nothing else: values, graph and saved tensors stay as they are. They cost two copies of all module
 outputs of one step, which is why a run probes nothing before a check is red.
 
-Limits: a tensor that no module returns is seen through its consumers only. Of a module called several times in one
-forward, the replays are taken to come in the reverse order of the calls.
+Limits: a tensor that no module returns is seen through its consumers only. A replay is taken for that of the module's
+last call that was not replayed yet, since a backward goes through the calls in reverse.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ class Tape:
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     forward: dict[Key, Tensor] = field(default_factory=dict)
     replay: dict[Key, Tensor] = field(default_factory=dict)
-    """Outputs of calls made again in the backward; numbered on their own."""
+    """Outputs of calls made again in the backward, under the keys of their first passes."""
     gradient: dict[Key, Tensor] = field(default_factory=dict)
     """Gradients of the outputs of ``forward``, in the order in which the backward reached them."""
     parameter: dict[Key, Tensor] = field(default_factory=dict)
     """Gradients of parameters (name, 0, 0), filled by whoever runs the step; the last parameter comes first."""
 
-    def part(self, start: int, stop: int, tokens: int) -> Tape:
-        """The rows ``start`` to ``stop`` of all tensors with ``tokens`` rows; other tensors are left out."""
+    def part(self, rows: tuple[int, int], tokens: int) -> Tape:
+        """Rows from the first to before the second, of all tensors with ``tokens`` rows; other tensors are left out."""
+        start, stop = rows
         names = [f.name for f in dataclasses.fields(self)]
         return Tape(
             **{
@@ -81,10 +82,21 @@ def watching(module: nn.Module, replaying: Callable[[], bool] = lambda: False) -
 
 @dataclass
 class Counts:
-    """Calls of each module so far, in the forward and in replays."""
+    """Calls of each module so far."""
 
-    forward: dict[str, int] = field(default_factory=dict)
-    replay: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    pending: dict[str, list[int]] = field(default_factory=dict)
+    """Calls that were not replayed yet."""
+
+    def next_call(self, name: str) -> int:
+        call = self.calls.get(name, 0)
+        self.calls[name] = call + 1
+        self.pending.setdefault(name, []).append(call)
+        return call
+
+    def replayed(self, name: str) -> int:
+        pending = self.pending.get(name)
+        return pending.pop() if pending else self.calls.get(name, 0) - 1
 
 
 def _hooks(tape: Tape, counts: Counts, name: str, replaying: Callable[[], bool]) -> tuple[Any, Any]:
@@ -92,15 +104,14 @@ def _hooks(tape: Tape, counts: Counts, name: str, replaying: Callable[[], bool])
 
     def before(inner: nn.Module, args: tuple[Any, ...]) -> None:
         if not replaying():
-            call = counts.forward.get(name, 0)
+            call = counts.calls.get(name, 0)
             for part, tensor in enumerate(tensors_of(args)):
                 tape.inputs[name, call, part] = tensor.detach().clone()
 
     def after(inner: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         again = replaying()
-        calls, seen = (counts.replay, tape.replay) if again else (counts.forward, tape.forward)
-        call = calls.get(name, 0)
-        calls[name] = call + 1
+        seen = tape.replay if again else tape.forward
+        call = counts.replayed(name) if again else counts.next_call(name)
         for part, tensor in enumerate(tensors_of(output)):
             key = (name, call, part)
             seen[key] = tensor.detach().clone()
@@ -185,7 +196,7 @@ def departures(
     found, slices = [], slices or {}
     pairs = {
         "forward": (left.forward, right.forward),
-        "replay": (left.replay, _first_passes(left)),
+        "replay": (left.replay, {key: left.forward[key] for key in left.replay if key in left.forward}),
         "gradient": (left.gradient, right.gradient),
         "parameter": (left.parameter, right.parameter),
     }
@@ -195,15 +206,6 @@ def departures(
         if first is not None:
             found.append(_with_inputs(first, left, right, departs))
     return found
-
-
-def _first_passes(tape: Tape) -> dict[Key, Tensor]:
-    """Under the key of each replayed call, what the call gave at first."""
-    calls: dict[str, int] = {}
-    for name, call, _ in tape.forward:
-        calls[name] = max(calls.get(name, 0), call + 1)
-    keys = {key: (key[0], calls.get(key[0], 0) - 1 - key[1], key[2]) for key in tape.replay}
-    return {key: tape.forward[first] for key, first in keys.items() if first in tape.forward}
 
 
 @dataclass

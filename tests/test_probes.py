@@ -120,7 +120,7 @@ def test_a_replay_is_held_against_its_own_first_pass(spoiled):
 
 
 def test_rows_of_one_sequence():
-    tape = tape_of(Block()).part(1, 3, tokens=3)
+    tape = tape_of(Block()).part((1, 3), 3)
     assert tape.forward["second", 0, 0].shape == (2, 4)
     assert not tape.parameter  # four rows are no tokens
 

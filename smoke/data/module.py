@@ -53,19 +53,31 @@ class SmokeData(LightningDataModule):
     sequences of the step, each divided by ``accumulate``. A loss that divides its sums by them, instead of by the
     batch's own counts, has the same mean over the step's batches as the loss of one large batch.
 
-    The constructor raises DataError for what needs no reading to be wrong, ``batches`` for the rest.
+    The constructor raises DataError for what needs no reading to be wrong, ``batches`` for the rest. Batches that are
+    there already can be handed in; then no source is read.
     """
 
-    def __init__(self, data: DataConfig, *, layout: str, seed: int, steps: int, vocab_size: int, accumulate: int = 1):
+    def __init__(
+        self,
+        data: DataConfig,
+        *,
+        layout: str,
+        seed: int,
+        steps: int,
+        vocab_size: int,
+        accumulate: int = 1,
+        batches: list[Batch] | None = None,
+    ):
         super().__init__()
-        preflight(data, vocab_size=vocab_size)
+        if batches is None:
+            preflight(data, vocab_size=vocab_size)
         if steps < 1:
             raise DataError(f"--steps {steps}: a run needs a step; the least is 1")
         self.config, self.layout, self.seed, self.steps, self.accumulate = data, layout, seed, steps, accumulate
         self.batch_tokens = data.micro_batch_size * data.sequence_length
         self.source_tokens: int | None = None
         """Tokens that the source holds, separators included; None until the batches are made."""
-        self._batches: list[Batch] | None = None
+        self._batches = batches
 
     @property
     def count(self) -> int:

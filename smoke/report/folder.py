@@ -16,6 +16,8 @@ from smoke.config import RunConfig
 from smoke.plan import USAGE, Refusal
 
 ROOT = pathlib.Path("runs")
+BUNDLE = "bundle"
+"""Folder inside a run folder that holds what reproduces a red run."""
 NAME_LENGTH = 120
 """Longest name, before a suffix: well under the 255 bytes of common file systems."""
 

@@ -7,6 +7,7 @@ the matrix its two first pairs of columns stacked. All text is passed as text, n
 from __future__ import annotations
 
 import pathlib
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from smoke.checks import Finding
 from smoke.output import printable
 from smoke.plan import Plan
 from smoke.report.contract import Report, verdict_line
+from smoke.report.folder import BUNDLE
 from smoke.report.matrix import MatrixRow, columns
 from smoke.report.selftest import SelftestRow
 from smoke.report.text import HOW, summary_pairs
@@ -67,6 +69,9 @@ def show_report(report: Report, folder: pathlib.Path | None = None, console: Con
             console.print(_text(console, f"{label}: {value}"), soft_wrap=True)
     if folder is not None and report.artifacts:
         console.print(_text(console, f"report: {folder / 'report.html'} (also {_others(report)})"), soft_wrap=True)
+    if folder is not None and BUNDLE in report.artifacts:
+        command = shlex.join(["smoke", "replay", str(folder / BUNDLE)])
+        console.print(_text(console, f"reproduce: {command}"), soft_wrap=True)
     console.print(_text(console, verdict_line(report), STYLES.get(report.verdict, "")), soft_wrap=True)
 
 
@@ -138,7 +143,7 @@ def _in_one(check: Finding) -> str:
 
 
 def _others(report: Report) -> str:
-    return ", ".join(name for name in report.artifacts if name != "report.html")
+    return ", ".join(name for name in report.artifacts if name not in ("report.html", BUNDLE))
 
 
 def _short_lines(cell: str, width: int = 24) -> str:

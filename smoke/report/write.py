@@ -14,6 +14,7 @@ from smoke.record import Record, json_line
 from smoke.report.config_yaml import config_text
 from smoke.report.contract import Report
 from smoke.report.files import write_atomic
+from smoke.report.folder import BUNDLE
 from smoke.report.html import html_text
 from smoke.report.json_report import json_text
 from smoke.report.junit import junit_text
@@ -39,6 +40,7 @@ def write_all(folder: pathlib.Path, report: Report, record: Record, config: RunC
     }
     for name, text in texts.items():
         write_atomic(folder / name, text)
-    report = replace(report, artifacts=("report.json", *sorted((*texts, STEPS))))
+    bundle = (BUNDLE,) if (folder / BUNDLE).is_dir() else ()
+    report = replace(report, artifacts=("report.json", *sorted((*texts, STEPS)), *bundle))
     write_atomic(folder / "report.json", json_text(report))
     return report

@@ -26,6 +26,8 @@ from smoke.environment import Environment
 from smoke.output import printable
 from smoke.plan import MISSING, USAGE, Plan, Refusal
 from smoke.record import Record
+from smoke.run.bundle import Start
+from smoke.run.failures import keep_failures
 from smoke.run.interrupt import Interrupted, interruptible, undisturbed
 
 BEFORE_TRAINING = (
@@ -141,6 +143,7 @@ def run_into(
     record = Record()
     with undisturbed():
         outcome = attempt(folder, plan, record, shared, quiet)
+        keep_failures(folder, plan, environment, outcome)
         report = reports.build(
             record,
             plan,
@@ -169,8 +172,13 @@ def _unwritten(report: reports.Report, refusal: Refusal) -> reports.Report:
     return replace(report, message=report.message or refusal.message)
 
 
-def attempt(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quiet: bool) -> Outcome:
-    """Do the work and say how it ended. Signals interrupt in here only, where they are caught."""
+def attempt(
+    folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quiet: bool, start: Start | None = None
+) -> Outcome:
+    """Do the work and say how it ended. Signals interrupt in here only, where they are caught.
+
+    With ``start`` the run begins with the batches and the state of a bundle, and trains only for checks that need it.
+    """
     try:
         with interruptible():
             if not quiet:
@@ -178,7 +186,7 @@ def attempt(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, qu
             from smoke.trajectories import untouched_random_states  # imports torch, which takes seconds
 
             with untouched_random_states():
-                _work(folder, plan, record, shared, quiet)
+                _work(folder, plan, record, shared, quiet, start)
             return Outcome(judge(record, plan))
     except Interrupted as stop:
         return Outcome(interrupted_signal=stop.signal_number, message=f"stopped by {stop}")
@@ -199,7 +207,7 @@ def _early(record: Record, plan: Plan) -> list[Finding]:
         return []
 
 
-def _work(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quiet: bool) -> None:
+def _work(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quiet: bool, start: Start | None) -> None:
     """Fill the record: what is measured before training, the twin's curves, then training itself."""
     import torch
 
@@ -207,13 +215,16 @@ def _work(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quie
     from smoke.run.fit import fit, watch
     from smoke.run.rope import rope_rows
     from smoke.run.session import build, load_data
+    from smoke.run.tensors import restore
 
     config = plan.config
     skipped = set(plan.skipped)
     torch.manual_seed(config.seed)
     with _stage("data and model", quiet):
-        data, batches = load_data(plan)
+        data, batches = load_data(plan, start.batches if start else None)
         session = build(plan, data, batches)
+        if start is not None:
+            restore(session, start)
         record.entropy_floor = data.entropy_floor
         record.preflight = measure.preflight_rows(session)
     if "rope_contract" not in skipped:
@@ -231,6 +242,8 @@ def _work(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quie
     if "loss_tracking" not in skipped:
         with _stage("BF16 twin and its noise floor", quiet):
             _add_curves(plan, batches, record, shared)
+    if start is not None and skipped.issuperset(name for name in plan.required if name not in BEFORE_TRAINING):
+        return
     if not quiet:
         print(f"training {config.steps} steps", flush=True)
     with reports.StepWriter(folder / reports.STEPS) as sink:

@@ -95,8 +95,8 @@ def windows(plan: Plan, batches: list[Batch]) -> list[list[Batch]]:
     return [batches[start : start + count] for start in range(0, len(batches), count)]
 
 
-def load_data(plan: Plan) -> tuple[SmokeData, list[Batch]]:
-    """Read and pack the batches of the run, on its device. Raises DataError."""
+def load_data(plan: Plan, batches: list[Batch] | None = None) -> tuple[SmokeData, list[Batch]]:
+    """The batches of the run, on its device: those given, or read and packed. Raises DataError."""
     config = plan.config
     data = SmokeData(
         config.data,
@@ -105,6 +105,7 @@ def load_data(plan: Plan) -> tuple[SmokeData, list[Batch]]:
         steps=config.steps,
         vocab_size=config.model.vocab_size,
         accumulate=config.trainer.accumulate_grad_batches,
+        batches=batches,
     )
     for number, batch in enumerate(data.batches()):
         _refuse_idle_attention(plan, number, batch)
