@@ -78,13 +78,15 @@ def query_latent_in_float32() -> Iterator[None]:
 
     from smoke.model.mla import MLASelfAttention
 
-    original = MLASelfAttention._down
+    original = MLASelfAttention._query
 
-    def widened(attention: Any, hidden_TH: Any) -> Any:
-        query_TQ, latent_TL, k_pe_TR = original(attention, hidden_TH)
-        return query_TQ.float() if query_TQ.dtype is torch.bfloat16 else query_TQ, latent_TL, k_pe_TR
+    def widened(attention: Any, query_in_TQ: Any) -> Any:
+        quantizers = getattr(attention.linear_q_up_proj, "quantizers", None)
+        if quantizers is None or not quantizers.runtime.modes or query_in_TQ.dtype is not torch.bfloat16:
+            return original(attention, query_in_TQ)
+        return original(attention, query_in_TQ.float()).to(query_in_TQ.dtype)
 
-    with replaced(MLASelfAttention, "_down", widened):
+    with replaced(MLASelfAttention, "_query", widened):
         yield
 
 
