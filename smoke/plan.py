@@ -18,7 +18,7 @@ from smoke.data.sources import DataError, preflight
 from smoke.environment import Environment
 from smoke.precision.policy import PolicyError, last_layers, plan_leaves
 from smoke.precision.recipe import RECIPES, Recipe, canonical
-from smoke.requirements import CHECKS, required_checks
+from smoke.requirements import CHECKS, least_memory, required_checks
 
 ABSURD_BYTES = 2**45
 """32 TiB: more memory than any single host has. Beyond it the request, not this machine, is wrong."""
@@ -82,7 +82,7 @@ def resolve(config: RunConfig, environment: Environment) -> Plan:
     quantized = quantized_gemms(config, recipe)
     _refuse_sizes(config, recipe, quantized)
     device = _device(config, environment)
-    _refuse_memory(config, environment, device.value)
+    _refuse_memory(config, recipe, environment, device.value)
     backend = _backend(config, recipe, environment, device.value)
     impl = _impl(config, environment, device.value)
     required, skipped = required_checks(config, recipe)
@@ -187,8 +187,8 @@ def _no_cuda(environment: Environment) -> str:
     return "torch sees no CUDA device"
 
 
-def _refuse_memory(config: RunConfig, environment: Environment, device: str) -> None:
-    need = shapes.least_bytes(config.model, config.data, config.steps * config.trainer.accumulate_grad_batches)
+def _refuse_memory(config: RunConfig, recipe: Recipe, environment: Environment, device: str) -> None:
+    need = least_memory(config, recipe)
     have = environment.devices[0].memory_bytes if device == "cuda" else environment.memory_bytes
     count = shapes.parameter_count(config.model)
     text = f"--model, --data, --steps: {count:,} parameters and {config.steps:,} batches need at least "

@@ -24,7 +24,7 @@ from smoke.environment import Environment
 from smoke.output import printable
 from smoke.plan import Plan, Refusal, quantized_gemms, resolve
 from smoke.precision.recipe import RECIPES, Recipe, canonical
-from smoke.requirements import CHECKS
+from smoke.requirements import CHECKS, least_memory
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -144,7 +144,7 @@ def _facts(config: RunConfig, recipe: Recipe, environment: Environment) -> Itera
     yield Rule(KEPT, f"--model.num_experts_per_tok {chosen}", f"at most the {reach} experts that a token reaches")
     yield from _padding(config, recipe)
     yield _attention_widths(config, environment)
-    yield _memory(config, environment)
+    yield _memory(config, recipe, environment)
 
 
 def _padding(config: RunConfig, recipe: Recipe) -> Iterator[Rule]:
@@ -168,8 +168,8 @@ def _attention_widths(config: RunConfig, environment: Environment) -> Rule:
     return Rule(NOTE if slow else KEPT, f"attention widths = {query} and {value}", text, nearest if slow else "")
 
 
-def _memory(config: RunConfig, environment: Environment) -> Rule:
-    need = shapes.least_bytes(config.model, config.data, config.steps * config.trainer.accumulate_grad_batches)
+def _memory(config: RunConfig, recipe: Recipe, environment: Environment) -> Rule:
+    need = least_memory(config, recipe)
     cuda = config.device != "cpu" and environment.cuda_available
     have = environment.devices[0].memory_bytes if cuda else environment.memory_bytes
     device = "cuda" if cuda else "cpu"

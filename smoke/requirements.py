@@ -1,4 +1,4 @@
-"""The checks of this release, and which of them a run must pass.
+"""The checks of this release, which of them a run must pass, and the memory that a run with them needs.
 
 A check that cannot apply is not required, and its reason is printed with SKIP. A required check that the user skips
 stays required: the run then ends in exit code 4.
@@ -6,6 +6,7 @@ stays required: the run then ends in exit code 4.
 
 from __future__ import annotations
 
+from smoke import shapes
 from smoke.config import RunConfig
 from smoke.precision.recipe import Recipe
 
@@ -60,3 +61,12 @@ def required_checks(config: RunConfig, recipe: Recipe) -> tuple[tuple[str, ...],
     required = tuple(name for name in CHECKS if name not in reasons)
     reasons |= {name: "--check.skip" for name in config.check.skip if name in required}
     return required, reasons
+
+
+def least_memory(config: RunConfig, recipe: Recipe) -> int:
+    """Bytes that the request needs at the very least, with the checks that compare trajectories."""
+    _, skipped = required_checks(config, recipe)
+    compares = not {"recompute_parity", "determinism", "memory"} <= set(skipped)
+    steps = max(config.check.parity_steps, recipe.warmup_steps + 1) if compares else 0
+    batches = config.steps * config.trainer.accumulate_grad_batches
+    return shapes.least_bytes(config.model, config.data, batches, steps)

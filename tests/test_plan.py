@@ -8,7 +8,7 @@ import math
 import pytest
 
 from smoke import shapes
-from smoke.config import PRECISIONS, DataConfig, ModelConfig, RopeScaling, RunConfig
+from smoke.config import PRECISIONS, CheckConfig, DataConfig, ModelConfig, RopeScaling, RunConfig
 from smoke.environment import Device, Environment
 from smoke.plan import Plan, Refusal, resolve
 from smoke.requirements import CHECKS
@@ -283,6 +283,23 @@ V3 = ModelConfig(
 def test_the_published_sizes_give_the_published_count():
     assert shapes.parameter_count(V3) == 671_026_404_352
     assert shapes.least_bytes(V3, DataConfig()) > 16 * 671e9
+
+
+def test_the_bitwise_checks_count_in_the_memory_a_run_needs():
+    """A model whose training fits and whose trajectories do not is refused before anything is allocated."""
+    model = ModelConfig(hidden_size=4096, vocab_size=65536, intermediate_size=4096, moe_intermediate_size=512)
+    count = shapes.parameter_count(model)
+    here = dataclasses.replace(CPU, memory_bytes=count * 40)
+    asked = RunConfig(model=model, recompute=("mlp",))
+    with pytest.raises(Refusal) as caught:
+        resolve(asked, here)
+    assert caught.value.exit_code == 4
+    assert f"{count:,} parameters" in caught.value.message
+    skip = CheckConfig(skip=("recompute_parity", "determinism", "memory"))
+    assert resolve(dataclasses.replace(asked, check=skip), here)
+    longer = dataclasses.replace(asked, check=CheckConfig(parity_steps=6))
+    with pytest.raises(Refusal):
+        resolve(longer, dataclasses.replace(CPU, memory_bytes=count * 60))
 
 
 @pytest.mark.parametrize(
