@@ -37,7 +37,7 @@ from smoke.callbacks.loss_tracker import LossTracker
 from smoke.callbacks.presence import GradientPresence
 from smoke.callbacks.step_log import merge
 from smoke.callbacks.throughput import Throughput
-from smoke.checks import ERROR, PASS, Finding
+from smoke.checks import ERROR, PASS, SKIP, Finding
 from smoke.checks import judge as judge_record
 from smoke.config import CheckConfig, ModelConfig, RunConfig, nearest
 from smoke.plan import Plan
@@ -67,8 +67,8 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether there are findings and every one is PASS."""
-        return bool(self.findings) and all(finding.status == PASS for finding in self.findings)
+        """Whether something is PASS and nothing is red. SKIP (with its reason) is neither."""
+        return {PASS} <= {finding.status for finding in self.findings} <= {PASS, SKIP}
 
     def __getitem__(self, name: str) -> Finding:
         """The finding of one check; KeyError names those that were judged."""
@@ -78,10 +78,14 @@ class Verdict:
         raise KeyError(f"{name} was not judged; judged are {', '.join(f.name for f in self.findings) or 'none'}")
 
     def require(self, *names: str) -> None:
-        """Raise AssertionError, with a line for each, unless the named checks (by default all) are PASS."""
+        """Raise AssertionError, with a line for each red check, unless the run ``passed``.
+
+        Named checks have to be PASS, each of them: one that was skipped did not run.
+        """
+        allowed = {PASS} if names else {PASS, SKIP}
         chosen = [self[name] for name in names] if names else list(self.findings)
-        red = [str(finding) for finding in chosen if finding.status != PASS]
-        if red or not chosen:
+        red = [str(finding) for finding in chosen if finding.status not in allowed]
+        if red or not (names or self.passed):
             raise AssertionError("\n".join(red) or "nothing was judged")
 
     def __str__(self) -> str:

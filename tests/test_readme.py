@@ -119,7 +119,7 @@ def _imported(folder: str) -> set[str]:
 @pytest.mark.parametrize(("folder", "extras"), [("smoke", []), ("tests", ["test"])])
 def test_what_is_imported_is_declared(folder, extras):
     """Otherwise the second command of the README fails in a fresh environment. Optional packages have extras."""
-    optional = ["te", "peers"] if folder == "smoke" else []
+    optional = ["te", "peers", "pytest"] if folder == "smoke" else []
     declared = [*PROJECT["dependencies"], *sum((PROJECT["optional-dependencies"][e] for e in [*extras, *optional]), [])]
     allowed = {_distribution(requirement) for requirement in declared}
     allowed |= {_distribution(needed) for needed in importlib.metadata.requires("datasets") or []}  # pyarrow

@@ -370,7 +370,7 @@ def test_twin_follows_train_and_eval_flags_and_buffers():
 
 def test_the_readme_shows_what_works(monkeypatch, tmp_path):
     text = (pathlib.Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    code, _ = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     monkeypatch.chdir(tmp_path)
     module = Toy()
     names = {"module": module, "twin": Toy(), "loader": Batches(make_batches(25))}
