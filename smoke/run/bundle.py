@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import pathlib
@@ -147,8 +148,15 @@ def of_findings(findings: Sequence[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.status in (FAIL, ERROR)]
 
 
+def _opened(file: pathlib.Path) -> io.BufferedReader:
+    """A regular file, for reading: a device has no end and a pipe waits for ever."""
+    if file.exists() and not file.is_file():
+        raise BundleError(f"{file.name} is no regular file")
+    return open(file, "rb")
+
+
 def _text(file: pathlib.Path) -> str:
-    with open(file, "rb") as stream:
+    with _opened(file) as stream:
         raw = stream.read(MOST_BYTES + 1)
     if len(raw) > MOST_BYTES:
         raise BundleError(f"is larger than {MOST_BYTES} bytes")
@@ -196,5 +204,5 @@ def _checked(owner: Any, values: Any, where: str) -> Any:
 
 
 def _sha256(file: pathlib.Path) -> str:
-    with open(file, "rb") as stream:
+    with _opened(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

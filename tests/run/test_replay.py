@@ -220,7 +220,23 @@ def _archive_of_nothing(folder: pathlib.Path) -> None:
     _rewrite(folder)
 
 
+def _pipe(name: str) -> Callable[[pathlib.Path], None]:
+    def spoil(folder: pathlib.Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return spoil
+
+
+def _endless(folder: pathlib.Path) -> None:
+    (folder / "tensors.pt").unlink()
+    (folder / "tensors.pt").symlink_to("/dev/zero")
+
+
 BAD: dict[str, tuple[Callable[[pathlib.Path], None], str]] = {
+    "facts from a pipe": (_pipe("bundle.json"), "is no regular file"),
+    "options from a pipe": (_pipe("config.yaml"), "is no regular file"),
+    "tensors from a device": (_endless, "is no regular file"),
     "no bundle": (lambda folder: shutil.rmtree(folder), "No such file"),
     "no facts": (lambda folder: (folder / "bundle.json").unlink(), "bundle.json: No such file"),
     "no tensors": (lambda folder: (folder / "tensors.pt").unlink(), "tensors.pt: No such file"),
