@@ -18,6 +18,7 @@ Limits: gradients that the strategy shards (FSDP, DeepSpeed) cannot be compared,
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -138,6 +139,8 @@ class GradientParity(lightning.Callback):
                 "twin_reference(module, twin, loss) makes one of a second instance of a module"
             )
         self.rows: list[GradientRow] = []
+        self.times_ms: dict[int, float] = {}
+        """By step, what the comparison took."""
         self.every, self.first = every, first
         self._reference, self._recorder, self._slices, self._quantized = reference, recorder, slices or {}, quantized
         self._free_every_time, self._prefix = free_every_time, prefix
@@ -178,10 +181,11 @@ class GradientParity(lightning.Callback):
             return
         micro_batches, self._micro_batches = self._micro_batches, []
         watched = {name: p.grad for name, p in trainable(pl_module, self._prefix)}
-        step, divisor = trainer.global_step, trainer.accumulate_grad_batches
+        step, divisor, start = trainer.global_step, trainer.accumulate_grad_batches, time.perf_counter()
         self._compare(watched, step, "replayed", micro_batches, divisor)
         if self._recorder is not None and (step == self.first or self._free_every_time):
             self._compare(watched, step, "free", [each._replace(tape=None) for each in micro_batches], divisor)
+        self.times_ms[step] = (time.perf_counter() - start) * 1e3
 
     def _compare(
         self,
@@ -219,7 +223,8 @@ class GradientParity(lightning.Callback):
             return self._reference(micro_batch.batch, micro_batch.tape)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": rows_to_state(self.rows)}
+        return {"rows": rows_to_state(self.rows), "times_ms": dict(self.times_ms)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rows = [GradientRow(**row) for row in state_dict["rows"]]
+        self.times_ms = dict(state_dict["times_ms"])

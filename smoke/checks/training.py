@@ -97,7 +97,7 @@ def throughput(record: Record, plan: Any, limits: Any) -> Finding:
         f"{summary.tokens_per_s:,.0f} tokens/s, step {summary.step_time_ms_p50:.1f} ms, "
         f"{summary.measured_steps} steps ({summary.label})"
     )
-    for problem in _timing_problems(summary, record.steps, plan):
+    for problem in (*_timing_problems(summary, record.steps, plan), *_watching_problems(record, summary)):
         return failed(name, measured, limit, detail=problem)
     return passed(name, measured, limit)
 
@@ -133,6 +133,14 @@ def _timing_problems(s: ThroughputSummary, steps: Sequence[StepRow], plan: Any) 
         yield f"steps add up to {s.step_time_sum_ms:.3f} ms, the clock saw {s.wall_ms:.3f} ms"
     if not abs(s.step_time_sum_ms + s.excluded_ms - s.wall_ms) <= 0.01 * s.wall_ms + 1.0:
         yield f"steps {s.step_time_sum_ms:.3f} + excluded {s.excluded_ms:.3f} ms is not the clock's {s.wall_ms:.3f} ms"
+
+
+def _watching_problems(record: Record, s: ThroughputSummary) -> Iterator[str]:
+    """The comparisons made in measured steps have a clock of their own: no less may have been kept out of the steps."""
+    steps = {row.step for row in record.steps[s.warmup_steps :]}
+    least = sum(record.comparison_ms.get(step, 0.0) for step in steps)
+    if not least <= s.excluded_ms * 1.01 + 1.0:
+        yield f"gradient comparisons took {least:.3f} ms, {s.excluded_ms:.3f} ms were kept out of the steps"
 
 
 def memory(record: Record, plan: Any, limits: Any) -> Finding:

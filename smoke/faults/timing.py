@@ -34,6 +34,18 @@ def padding_counted() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def comparison_counted() -> Iterator[None]:
+    """The clock goes on while the callbacks look at gradients."""
+    from smoke.callbacks.throughput import Throughput
+
+    def without_pause(callback: Any, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        callback._step = trainer.global_step
+
+    with replaced(Throughput, "on_before_optimizer_step", without_pause):
+        yield
+
+
 _THD = {"precision": "bf16", "layout": "thd", "recompute": ()}
 FAULTS = (
     Fault(
@@ -53,5 +65,14 @@ FAULTS = (
         where="tokens counted",
         changes=_THD,
         inject=padding_counted,
+    ),
+    Fault(
+        name="comparison-counted",
+        row=20,
+        summary="work of the callbacks counts in the step time",
+        red=("throughput",),
+        where="gradient comparisons took",
+        changes=_THD,
+        inject=comparison_counted,
     ),
 )

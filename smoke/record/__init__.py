@@ -247,6 +247,8 @@ class Record:
     memory: list[MemoryRow] = field(default_factory=list)
     curves: LossCurves = field(default_factory=LossCurves)
     throughput: ThroughputSummary | None = None
+    comparison_ms: dict[int, float] = field(default_factory=dict)
+    """By step, what its gradient comparison took by a clock of its own: work that no step time may hold."""
     tokens: int = 0
     """Label tokens of all steps and ranks."""
     mean_loss: float | None = None

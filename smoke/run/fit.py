@@ -88,6 +88,7 @@ class Watch:
         record.finite, record.finite_looked = list(self.finite.rows), self.finite.looked
         record.finite_steps, record.finite_kinds = self.finite.steps, tuple(sorted(self.finite.meter.kinds))
         record.presence, record.throughput = self.presence.rows(), self.throughput.summary()
+        record.comparison_ms = dict(self.gradients.times_ms)
         record.freshness = list(self.freshness.rows)
         record.dtypes, record.dtype_steps = self.dtypes.rows(), self.dtypes.steps
         record.saved, record.saved_looked, record.saved_steps = self.saved.rows, self.saved.looked, self.saved.steps

@@ -133,6 +133,12 @@ def test_times_that_are_no_times(case, field, value):
     case.timing(**{field: value}).only_red("FAIL", "throughput")
 
 
+@pytest.mark.parametrize("took", [750.0, math.nan, math.inf])
+def test_comparisons_that_the_clock_did_not_leave_out(case, took):
+    case.record.comparison_ms[5] = took
+    assert "gradient comparisons took" in case.only_red("FAIL", "throughput").detail
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1e6])
 def test_excluded_time_that_is_no_time(case, value):
     case.timing(excluded_ms=value).only_red("FAIL", "throughput")
