@@ -2,11 +2,15 @@
 
 plotly.js is part of the file (about 4.8 MB), so it can be mailed or kept as a build artifact; a report without figures
 leaves it out. Names and messages are hostile until escaped: in the markup by ``html.escape``, in the figures' JSON by
-writing every ``<`` as ``\\u003c``, so that no text ends the script element. Tables scroll sideways on a narrow screen.
+writing every ``<`` as ``\\u003c``, so that no text ends the script element. Should that ever fail, the page's own
+policy lets the browser run no script but the two whose hashes it names, and load nothing. Tables scroll sideways on a
+narrow screen.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import json
 import re
@@ -69,6 +73,7 @@ NAMES = ("status", "check", "what", "choice", "module")
 def html_text(report: Report, record: Record) -> str:
     """The page as HTML text."""
     shown = figures(record)
+    scripts = _scripts(shown)
     body = [
         f"<h1>{_safe(report.name)}</h1>",
         f'<p class="verdict {_safe(report.verdict)}">{_safe(verdict_line(report))}</p>',
@@ -79,10 +84,11 @@ def html_text(report: Report, record: Record) -> str:
         *_section("Plan", _table(("choice", "value", "reason"), [(c.choice, c.value, c.reason) for c in report.plan])),
         *_section("Coverage", _coverage(record)),
         *_section("How to repeat it", _repeat(report)),
-        _scripts(shown),
+        _figures(shown, scripts),
     ]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_policy(scripts)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<link rel="icon" href="data:,">\n'
         f"<title>{_safe(report.verdict)}: {_safe(report.name)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
@@ -147,14 +153,29 @@ def _repeat(report: Report) -> str:
     )
 
 
-def _scripts(shown: dict[str, Figure]) -> str:
+def _scripts(shown: dict[str, Figure]) -> list[str]:
+    """What the page runs: plotly.js, and the lines that draw the figures."""
     if not shown:
-        return ""
+        return []
     from plotly.offline import get_plotlyjs
 
+    return [get_plotlyjs(), SCRIPT]
+
+
+def _figures(shown: dict[str, Figure], scripts: Sequence[str]) -> str:
+    if not scripts:
+        return ""
+    library, draw = scripts
     data = json.dumps(shown, allow_nan=False).replace("<", "\\u003c")
     return (
         "<noscript><p>The figures need JavaScript; the tables do not.</p></noscript>\n"
-        f"<script>{get_plotlyjs()}</script>\n"
-        f'<script type="application/json" id="figures">{data}</script>\n<script>{SCRIPT}</script>'
+        f"<script>{library}</script>\n"
+        f'<script type="application/json" id="figures">{data}</script>\n<script>{draw}</script>'
     )
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    """Content security policy: these scripts by their hashes, styles of the page, images made in it, nothing else."""
+    digests = (hashlib.sha256(script.encode()).digest() for script in scripts)
+    allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests) or "'none'"
+    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"

@@ -138,6 +138,20 @@ def test_hostile_names_run_no_script_and_load_nothing(browser, page, report, rec
     assert browser.complaints() == []
 
 
+def test_a_script_that_escaping_missed_does_not_run(browser, page):
+    """The page's own policy stops it: in the markup, in an attribute, and from elsewhere."""
+    file = page()
+    text = file.read_text(encoding="utf-8")
+    attack = "<script>window.bitten=1</script><p onclick='window.bitten=2' id=bait>x</p><img src=//example.com/x>"
+    file.write_text(text.replace("</h1>", f"</h1>{attack}", 1), encoding="utf-8")
+    open_page(browser, file, DESK)
+    browser.run("document.getElementById('bait').click()")
+    assert browser.run("window.bitten") is None
+    blocked = [complaint for complaint in browser.complaints() if "Content Security Policy" in complaint]
+    assert len(blocked) == 3
+    assert not [complaint for complaint in browser.complaints() if complaint.startswith("request")]
+
+
 def test_a_refused_request_needs_no_script(browser, page, make_plan, environment):
     shown = refused(Refusal(4, "no device"), make_plan().config, environment, ["smoke", "run"])
     browser.open(page(shown, Record()), *PHONE)
