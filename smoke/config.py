@@ -190,6 +190,8 @@ class TrainerConfig:
     """Batches whose gradients make one optimizer step, each label weighing the same."""
     gradient_clip_val: float | None = None
     """Largest norm of all gradients together, to which longer ones are scaled; null clips nothing."""
+    checkpoint_every: int | None = None
+    """Optimizer steps between two checkpoints (checkpoints/ in the run folder, the newest is kept); null: none."""
     progress_bar: bool = True
     """Show Lightning's progress bar (never when standard output is not a terminal)."""
 
@@ -216,6 +218,8 @@ class RunConfig:
     """auto, cpu or cuda."""
     out: str | None = None
     """Folder of the report; default runs/<UTC>-<precision>-<recompute>. A folder that is not empty is refused."""
+    resume: str | None = None
+    """Run folder, or checkpoint file, to go on from; options that are not given are those of its run."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model sizes."""
     data: DataConfig = field(default_factory=DataConfig)

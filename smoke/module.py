@@ -131,6 +131,10 @@ class SmokeModule(lightning.LightningModule):
             self.log("loss", loss.detach(), prog_bar=True, batch_size=1)
         return loss
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """A run that asks for more steps has more batches: what was the last one of a shorter run is not any more."""
+        checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
+
     def configure_optimizers(self) -> MasterAdamW:
         return make_optimizer(self.model, self.train_config)
 

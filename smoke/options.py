@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import json
 import os
+import pathlib
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -106,7 +107,18 @@ def parse_run(args: Sequence[str], prog: str) -> RunConfig:
     parser.add_argument(
         "--recompute", type=Type(regions, "words"), default=(), help=f"Regions to recompute: {REGIONS_HELP}."
     )
-    return RunConfig(**_parse(parser, args))
+    return RunConfig(**_parse(parser, [*_options_of_resumed(args), *args]))
+
+
+def _options_of_resumed(args: Sequence[str]) -> list[str]:
+    """``--config`` with the file of the run that ``--resume`` names, if it is there; what is typed overrides it."""
+    named = [following for argument, following in zip(args, args[1:], strict=False) if argument == "--resume"]
+    named += [argument.partition("=")[2] for argument in args if argument.startswith("--resume=")]
+    if not named:
+        return []
+    path = pathlib.Path(named[-1])
+    file = (path if path.is_dir() else path.parent.parent) / "config.yaml"
+    return ["--config", str(file)] if file.is_file() else []
 
 
 def parse_matrix(args: Sequence[str], prog: str) -> list[RunConfig]:
@@ -119,6 +131,8 @@ def parse_matrix(args: Sequence[str], prog: str) -> list[RunConfig]:
         "--recompute", type=Type(region_sets, "sets of words"), default=((), ("mla_up_proj",)), help=sets
     )
     values = _parse(parser, args)
+    if values["resume"] is not None:
+        raise UsageError(f"--resume {values['resume']}: goes on with one run; use it with run, not with matrix")
     if len(set(values["precision"])) < len(values["precision"]):
         raise UsageError(f"--precision {','.join(values['precision'])}: name each one once")
     if len({frozenset(one) for one in values["recompute"]}) < len(values["recompute"]):

@@ -74,6 +74,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "policy.margin": (-127, 127),
     "trainer.accumulate_grad_batches": (1, 100_000),
     "trainer.gradient_clip_val": (0, math.inf),
+    "trainer.checkpoint_every": (1, 1_000_000),
     "check.parity_steps": (3, 1000),
     "check.gradient_parity_every": (1, LARGEST),
 }

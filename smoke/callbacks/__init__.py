@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from smoke.callbacks.checkpoints import Checkpoints, RandomStates
     from smoke.callbacks.coverage import Coverage, GemmCounter
     from smoke.callbacks.dtype_ledger import DtypeLedger
     from smoke.callbacks.finite import Finite
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from smoke.callbacks.weight_freshness import WeightFreshness
 
 __all__ = [
+    "Checkpoints",
     "Coverage",
     "DtypeLedger",
     "Finite",
@@ -30,6 +32,7 @@ __all__ = [
     "GradientParity",
     "GradientPresence",
     "LossTracker",
+    "RandomStates",
     "SavedTensors",
     "StepLog",
     "Throughput",
@@ -38,6 +41,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Checkpoints": "checkpoints",
     "Coverage": "coverage",
     "DtypeLedger": "dtype_ledger",
     "Finite": "finite",
@@ -45,6 +49,7 @@ _HOMES = {
     "GradientParity": "gradient_parity",
     "GradientPresence": "presence",
     "LossTracker": "loss_tracker",
+    "RandomStates": "checkpoints",
     "SavedTensors": "saved_tensors",
     "StepLog": "step_log",
     "Throughput": "throughput",

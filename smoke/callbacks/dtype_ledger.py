@@ -86,7 +86,8 @@ class DtypeLedger(lightning.Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._step = trainer.global_step
-        self._see_parameters(pl_module)
+        if not self.steps:  # a resumed run saw them at the end of the step before
+            self._see_parameters(pl_module)
         for name, module in pl_module.named_modules():
             if module is not pl_module:
                 hook = partial(self._see_forward, name.removeprefix(self._prefix))

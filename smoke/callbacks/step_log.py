@@ -1,4 +1,8 @@
-"""One ``StepRow`` for each optimizer step, handed on at once, so that a run that dies leaves its steps behind."""
+"""One ``StepRow`` for each optimizer step, handed on at once, so that a run that dies leaves its steps behind.
+
+A resumed run has a new sink, and the rows of the steps before go to it too: the two callbacks behind this one bring
+them back. So this one has no state.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +56,3 @@ class StepLog(lightning.Callback):
             if trainer.is_global_zero:
                 self._sink(merge(sample, times))
         self._written = len(samples)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"written": self._written}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._written = state_dict["written"]

@@ -58,11 +58,11 @@ def dtype_ledger(record: Record, plan: Any, limits: Any) -> Finding:
     """Parameters, gradients, masters, moments, buffers and activations of every module have the planned type."""
     name, rows = "dtype_ledger", record.dtypes
     limit = "BF16 parameters, activations and gradients; float32 masters, moments, buffers, losses and router"
-    wrong = [row for row in rows if row.dtype != _expected(row)]
+    wrong = [row for row in rows if row.dtype != _expected(row, plan)]
     if wrong:
         first = wrong[0]
         others = ", ".join(dict.fromkeys(f"{row.module} {row.kind}" for row in wrong[1:5]))
-        detail = f"{_expected(first)} expected" + (f"; {len(wrong) - 1} more: {others}" if others else "")
+        detail = f"{_expected(first, plan)} expected" + (f"; {len(wrong) - 1} more: {others}" if others else "")
         where = f"step {first.step} {first.module} {first.kind}"
         return failed(name, f"{first.dtype} ({first.tensors} tensors)", limit, where, detail)
     for gap, where in _ledger_gaps(record):
@@ -71,7 +71,10 @@ def dtype_ledger(record: Record, plan: Any, limits: Any) -> Finding:
     return passed(name, f"{sum(row.tensors for row in rows):,} tensors of {modules} modules", limit)
 
 
-def _expected(row: DtypeRow) -> str:
+def _expected(row: DtypeRow, plan: Any) -> str:
+    trainer = getattr(plan.config, "trainer", None)
+    if row.kind == "gradient" and trainer is not None and trainer.accumulate_grad_batches > 1:
+        return "float32"  # gradients of several micro-batches add up in it
     return EXPECTED_OF.get(row.module.rpartition(".")[2], EXPECTED).get(row.kind, "no such kind")
 
 

@@ -43,6 +43,26 @@ def batch_sha256(batch: Batch) -> str:
     return digest.hexdigest()
 
 
+class BatchLoader(DataLoader):
+    """Hands out finished batches in order; where it was is part of Lightning's checkpoints."""
+
+    _start = 0
+    _position = 0
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        self._position, self._start = self._start, 0
+        for batch in itertools.islice(super().__iter__(), self._position, None):
+            self._position += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """The next ``iter`` begins there; any later one at the first batch."""
+        self._start = self._position = state_dict["position"]
+
+
 class SmokeData(LightningDataModule):
     """Deterministic batches of one layout, ``accumulate`` of them for each of ``steps`` optimizer steps.
 
@@ -107,10 +127,10 @@ class SmokeData(LightningDataModule):
         """Lightning's hook: make the batches."""
         self.batches()
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self) -> BatchLoader:
         """The batches in order, one epoch."""
         batches = cast("Dataset[Batch]", self.batches())
-        return DataLoader(batches, batch_size=None, num_workers=0, generator=torch.Generator())
+        return BatchLoader(batches, batch_size=None, num_workers=0, generator=torch.Generator())
 
     def _arrays(self) -> Iterator[dict[str, np.ndarray]]:
         # Twice what is needed: packs drop a third at most, and a generated source is then never read again.

@@ -23,7 +23,7 @@ from smoke.report.markdown import matrix_markdown
 from smoke.report.matrix import MatrixRow, matrix_row
 from smoke.report.selftest import SelftestRow, selftest_exit, selftest_json, selftest_line
 from smoke.report.terminal import show_matrix, show_plan, show_report, show_selftest
-from smoke.report.write import STEPS, write_all
+from smoke.report.write import STEPS, write_all, write_config
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -51,4 +51,5 @@ __all__ = [
     "worst",
     "write_all",
     "write_atomic",
+    "write_config",
 ]

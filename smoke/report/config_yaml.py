@@ -14,7 +14,7 @@ from smoke.config import RunConfig
 from smoke.record import plain
 
 ALWAYS = ("precision", "recompute", "layout", "steps", "seed")
-NEVER = ("out",)
+NEVER = ("out", "resume")
 
 
 def deltas(config: RunConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pathlib
 import re
 
 from smoke.config import RunConfig
-from smoke.plan import USAGE, Refusal
+from smoke.plan import MISSING, USAGE, Refusal
 
 ROOT = pathlib.Path("runs")
 BUNDLE = "bundle"
@@ -37,6 +37,11 @@ def create(
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise Refusal(USAGE, f"--out {config.out or root}: cannot be written: {reason}") from None
+
+
+def disk_refusal(folder: pathlib.Path, error: OSError) -> Refusal:
+    """What a disk that takes no more makes of a run."""
+    return Refusal(MISSING, f"--out {folder}: cannot be written: {error.strerror or error}")
 
 
 def default_name(config: RunConfig, now: datetime.datetime, words: str = "") -> str:

@@ -20,8 +20,14 @@ from smoke.report.json_report import json_text
 from smoke.report.junit import junit_text
 from smoke.report.markdown import markdown_text
 
+CONFIG = "config.yaml"
 STEPS = "steps.jsonl"
 """Name of the file that ``StepWriter`` fills while training goes on."""
+
+
+def write_config(folder: pathlib.Path, config: RunConfig) -> None:
+    """Write config.yaml before the run ends: who resumes a run that was killed takes its options from there."""
+    write_atomic(folder / CONFIG, config_text(config))
 
 
 def write_all(folder: pathlib.Path, report: Report, record: Record, config: RunConfig) -> Report:
@@ -33,7 +39,7 @@ def write_all(folder: pathlib.Path, report: Report, record: Record, config: RunC
     if not (folder / STEPS).exists():
         write_atomic(folder / STEPS, "".join(f"{json_line(row)}\n" for row in record.steps))
     texts = {
-        "config.yaml": config_text(config),
+        CONFIG: config_text(config),
         "report.md": markdown_text(report),
         "report.xml": junit_text(report),
         "report.html": html_text(report, record),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import shlex
 import sys
 import time
 import traceback
@@ -24,8 +25,9 @@ from smoke.config import RunConfig
 from smoke.data.sources import DataError
 from smoke.environment import Environment
 from smoke.output import printable
-from smoke.plan import MISSING, USAGE, Plan, Refusal
+from smoke.plan import USAGE, Plan, Refusal
 from smoke.record import Record
+from smoke.report.folder import disk_refusal
 from smoke.run.bundle import Start
 from smoke.run.failures import keep_failures
 from smoke.run.interrupt import Interrupted, interruptible, undisturbed
@@ -144,6 +146,8 @@ def run_into(
     with undisturbed():
         outcome = attempt(folder, plan, record, shared, quiet)
         keep_failures(folder, plan, environment, outcome)
+        if outcome.message and any(folder.glob("checkpoints/*")):
+            outcome.message += f"; go on with --resume {shlex.quote(str(folder))}"
         report = reports.build(
             record,
             plan,
@@ -157,11 +161,7 @@ def run_into(
         try:
             return reports.write_all(folder, report, record, plan.config), record
         except OSError as error:
-            return _unwritten(report, _disk_refusal(folder, error)), record
-
-
-def _disk_refusal(folder: pathlib.Path, error: OSError) -> Refusal:
-    return Refusal(MISSING, f"--out {folder}: cannot be written: {error.strerror or error}")
+            return _unwritten(report, disk_refusal(folder, error)), record
 
 
 def _unwritten(report: reports.Report, refusal: Refusal) -> reports.Report:
@@ -212,13 +212,15 @@ def _work(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quie
     import torch
 
     from smoke.run import forms, measure
-    from smoke.run.fit import fit, watch
+    from smoke.run.resume import checkpoint_to_resume
     from smoke.run.rope import rope_rows
     from smoke.run.session import build, load_data
     from smoke.run.tensors import restore
+    from smoke.run.train import train
 
     config = plan.config
     skipped = set(plan.skipped)
+    checkpoint = checkpoint_to_resume(config)
     torch.manual_seed(config.seed)
     with _stage("data and model", quiet):
         data, batches = load_data(plan, start.batches if start else None)
@@ -245,19 +247,8 @@ def _work(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quie
     if start is not None and skipped.issuperset(name for name in plan.required if name not in BEFORE_TRAINING):
         return
     if not quiet:
-        print(f"training {config.steps} steps", flush=True)
-    with reports.StepWriter(folder / reports.STEPS) as sink:
-
-        def keep(row: Any) -> None:
-            record.steps.append(row)
-            try:
-                sink(row)
-            except OSError as error:
-                raise _disk_refusal(folder, error) from None
-
-        fit(session, watch(session, keep), record)
-    record.curves = replace(record.curves, run=tuple(row.loss for row in record.steps))
-    record.peak_gib = measure.peak_gib(plan.device)
+        print(f"training {config.steps} steps" + (f", from {checkpoint}" if checkpoint else ""), flush=True)
+    train(folder, session, record, checkpoint)
 
 
 def _add_curves(plan: Plan, batches: list[Any], record: Record, shared: Shared) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pathlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from smoke.callbacks import (
+    Checkpoints,
     Coverage,
     DtypeLedger,
     Finite,
     GradientParity,
     GradientPresence,
     LossTracker,
+    RandomStates,
     SavedTensors,
     StepLog,
     Throughput,
@@ -32,8 +35,10 @@ from smoke.model.routing import RoutingTape, record_routing
 from smoke.module import MasterAdamW
 from smoke.precision.weights import MultipliedWeights
 from smoke.record import Record, StepRow
+from smoke.run import resume
 from smoke.run.idle import Idle
 from smoke.run.session import Session
+from smoke.trajectories import random_states, set_random_states
 
 
 class RoutingRecorder:
@@ -127,29 +132,24 @@ def watch(session: Session, sink: Callable[[StepRow], None]) -> Watch:
     )
 
 
-def fit(session: Session, watched: Watch, record: Record) -> None:
-    """Train; the record is filled also when training breaks off."""
-    config = session.plan.config
+def fit(
+    session: Session,
+    watched: Watch,
+    record: Record,
+    *,
+    checkpoint: pathlib.Path | None = None,
+    behind: Sequence[lightning.Callback] = (),
+) -> None:
+    """Train, from a checkpoint if one is given; the record is filled also when training breaks off.
+
+    ``behind``: callbacks that stand behind the watching ones.
+    """
     with quiet_lightning():
-        trainer = lightning.Trainer(
-            max_steps=config.steps,
-            max_epochs=1,
-            accumulate_grad_batches=config.trainer.accumulate_grad_batches,
-            gradient_clip_val=config.trainer.gradient_clip_val,
-            accelerator="gpu" if session.plan.device.startswith("cuda") else "cpu",
-            devices=1,
-            plugins=[session.precision],
-            callbacks=watched.callbacks(),
-            logger=False,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            enable_progress_bar=config.trainer.progress_bar and sys.stdout.isatty(),
-            num_sanity_val_steps=0,
-        )
+        trainer = make_trainer(session, [*watched.callbacks(), *behind], session.plan.config.steps)
         if session.plan.device.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats()
         try:
-            trainer.fit(session.module, datamodule=session.data)
+            trainer.fit(session.module, datamodule=session.data, ckpt_path=checkpoint, weights_only=True)
         finally:
             watched.recorder.stop()
             watched.collect(record)
@@ -160,6 +160,40 @@ def _optimizer_states(optimizer: MasterAdamW) -> Iterator[tuple[Tensor, str, Ten
         yield parameter, "master", master
         for value in optimizer.inner.state[master].values():
             yield parameter, "moment", value
+
+
+def make_trainer(session: Session, callbacks: Sequence[lightning.Callback], steps: int) -> lightning.Trainer:
+    """A Trainer for the session; random states are part of its checkpoints."""
+    options = session.plan.config.trainer
+    return lightning.Trainer(
+        max_steps=steps,
+        max_epochs=1,
+        accumulate_grad_batches=options.accumulate_grad_batches,
+        gradient_clip_val=options.gradient_clip_val,
+        accelerator="gpu" if session.plan.device.startswith("cuda") else "cpu",
+        devices=1,
+        plugins=[session.precision],
+        callbacks=[RandomStates(random_states, set_random_states), *callbacks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=options.progress_bar and sys.stdout.isatty(),
+        num_sanity_val_steps=0,
+    )
+
+
+def checkpoints(session: Session, watched: Watch, folder: pathlib.Path) -> list[Checkpoints]:
+    """What writes the checkpoints that the run asks for, if any; none after a red look of ``finite``."""
+    config = session.plan.config
+    if config.trainer.checkpoint_every is None:
+        return []
+
+    def refuse() -> str:
+        return "finite is red" if watched.finite.rows else ""
+
+    every, last = config.trainer.checkpoint_every, config.steps
+    due = lambda step: step % every == 0 or step == last  # noqa: E731
+    return [Checkpoints(folder / resume.FOLDER, due, refuse=refuse, notes=resume.notes(config))]
 
 
 def _leaves(module: nn.Module) -> dict[str, nn.Module]:
