@@ -19,7 +19,7 @@ def _implementations():
 
 
 @pytest.mark.parametrize("heads", [1, 3, 16, 128])
-@pytest.mark.parametrize("name", ["triton", "hopper"])
+@pytest.mark.parametrize("name", ["triton", "triton_sm90"])
 def test_heads_and_lengths(name, heads):
     module = _implementations().get(name) or pytest.skip("no sm_90 here")
     for lengths in (*LENGTHS.values(), (129, 64, 200), (321,)):
@@ -28,25 +28,25 @@ def test_heads_and_lengths(name, heads):
 
 @pytest.mark.parametrize("dtype", LIMIT, ids=str)
 @pytest.mark.parametrize(("latent", "rotated"), [(64, 32), (32, 16), (128, 64), (256, 16)])
-@pytest.mark.parametrize("name", ["triton", "hopper"])
+@pytest.mark.parametrize("name", ["triton", "triton_sm90"])
 def test_other_widths(name, latent, rotated, dtype):
     module = _implementations().get(name) or pytest.skip("no sm_90 here")
     check(module, (70, 1, 133), 5, latent, rotated, dtype, "cuda", LIMIT[dtype])
 
 
-@pytest.mark.parametrize("name", ["triton", "hopper"])
+@pytest.mark.parametrize("name", ["triton", "triton_sm90"])
 def test_long_sequences(name):
     module = _implementations().get(name) or pytest.skip("no sm_90 here")
     check(module, (4097,), 2, 512, 64, torch.bfloat16, "cuda", LIMIT[torch.bfloat16])
 
 
-@pytest.mark.parametrize("name", ["triton", "hopper"])
+@pytest.mark.parametrize("name", ["triton", "triton_sm90"])
 def test_sequences_do_not_meet(name):
     module = _implementations().get(name) or pytest.skip("no sm_90 here")
     check_leak(module, 7, 512, 64, torch.bfloat16, "cuda")
 
 
-@pytest.mark.parametrize("name", ["triton", "hopper"])
+@pytest.mark.parametrize("name", ["triton", "triton_sm90"])
 def test_addresses_beyond_32_bits(name):
     """More than 2^31 elements in query and output: the last sequence is as good as the same one alone."""
     module = _implementations().get(name) or pytest.skip("no sm_90 here")

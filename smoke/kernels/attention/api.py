@@ -1,7 +1,7 @@
 """Core attention of absorbed MLA, differentiable: all query heads share one latent, which is key and value at once.
 
 Causal inside each sequence; packed sequences are given by their lengths. ``reference`` says what is computed.
-``triton`` runs the kernels of ``hopper`` where it can (sm_90) and those of ``triton`` elsewhere. Both save query,
+``triton`` runs the kernels of ``triton_sm90`` where it can (sm_90) and those of ``triton`` elsewhere. Both save query,
 latent, output and one float32 number a row, and both give the same bits in every run: nothing is added atomically.
 
 Limit of every tiled kernel: a NaN or an infinity in one sequence can reach others that share a tile with it, since
@@ -78,7 +78,7 @@ def blocker(device: torch.device, dtype: torch.dtype, latent: int, rotated: int)
 
 
 def implementation(device: torch.device, latent: int) -> ModuleType:
-    """``hopper`` on sm_90 with a Triton that has Gluon, else ``triton``."""
+    """``triton_sm90`` on sm_90 with a Triton that has Gluon, else ``triton``."""
     return _module(_gluon(device) and latent >= HOPPER_LEAST_LATENT)
 
 
@@ -90,8 +90,8 @@ def _gluon(device: torch.device) -> bool:
 
 
 @functools.cache
-def _module(hopper: bool) -> ModuleType:
-    return importlib.import_module(f"smoke.kernels.attention.{'hopper' if hopper else 'triton'}")
+def _module(sm90: bool) -> ModuleType:
+    return importlib.import_module(f"smoke.kernels.attention.{'triton_sm90' if sm90 else 'triton'}")
 
 
 def _check(query_TND: Tensor, latent_TD: Tensor, lengths: tuple[int, ...], columns: int) -> None:

@@ -4,7 +4,7 @@ A row is one head of one token; all heads of a token see the same keys, so a til
 latents, which is key and value at once. Tiles take consecutive rows, whatever the number of heads: a tile of 64 rows is
 half a token of 128 heads, or 21 tokens and a bit of three heads.
 
-``hopper`` computes the same with explicit layouts and is three to four times faster on sm_90. The reason, for who tunes
+``triton_sm90`` computes the same with explicit layouts and is several times faster on sm_90. The reason, for who tunes
 this file: where one product feeds another, Triton lays all warps along the rows, and with 64 rows two groups of warps
 then compute the same scores.
 
