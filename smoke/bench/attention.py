@@ -24,6 +24,7 @@ from smoke.kernels.attention.api import implementation
 from smoke.numerics import relative_norm
 
 SETS = 2
+SIZES = (4096, 128, 512, 64)
 
 
 def milliseconds(runs: list[Callable[[], object]], repeats: int) -> float:
@@ -81,7 +82,8 @@ def measure(tokens: int, heads: int, latent: int, rotated: int, repeats: int) ->
     shapes = ((tokens, heads, latent + rotated), (tokens, latent + rotated), (tokens, heads, latent))
     sets = [[torch.randn(s, device="cuda", generator=generator).bfloat16() for s in shapes] for _ in range(SETS)]
     scale = (latent + rotated) ** -0.5
-    stock, ours = [Stock(*tensors, scale) for tensors in sets], [Ours(*tensors, scale) for tensors in sets]
+    stock = [Stock(query, key, dout, scale) for query, key, dout in sets]
+    ours = [Ours(query, key, dout, scale) for query, key, dout in sets]
     products = tokens * tokens * heads * 1e-9  # two operations a product, half of the pairs; to TFLOP/s from ms
     result: dict[str, float | str] = {
         "device": torch.cuda.get_device_name(),
@@ -109,7 +111,8 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(4, "smoke.bench.attention: no CUDA device here\n")
-    result = measure(*options.sizes, options.repeats)
+    tokens, heads, latent, rotated = options.sizes
+    result = measure(tokens, heads, latent, rotated, options.repeats)
     for name, value in result.items():
         print(f"{name:24}{value if isinstance(value, str) else format(value, '.4g')}")
     if options.json:
