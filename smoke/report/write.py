@@ -46,7 +46,7 @@ def write_all(folder: pathlib.Path, report: Report, record: Record, config: RunC
     }
     for name, text in texts.items():
         write_atomic(folder / name, text)
-    bundle = (BUNDLE,) if (folder / BUNDLE).is_dir() else ()
+    bundle = (BUNDLE,) if (folder / BUNDLE / "bundle.json").exists() else ()
     report = replace(report, artifacts=("report.json", *sorted((*texts, STEPS)), *bundle))
     write_atomic(folder / "report.json", json_text(report))
     return report

@@ -19,7 +19,6 @@ import dataclasses
 import hashlib
 import io
 import json
-import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -108,10 +107,9 @@ def write(folder: pathlib.Path, facts: Mapping[str, Any], config: RunConfig, sta
     folder.mkdir()
     options = text_of(plain(config))
     write_atomic(folder / OPTIONS, options)
-    temporary = folder / f".{TENSORS}.{os.getpid()}.tmp"
-    with open(temporary, "wb") as file:
-        torch.save({"state": start.state, "batches": start.batches, "observed": start.observed}, file)
-    os.replace(temporary, folder / TENSORS)
+    buffer = io.BytesIO()  # a full disk is then an OSError like any other
+    torch.save({"state": start.state, "batches": start.batches, "observed": start.observed}, buffer)
+    (folder / TENSORS).write_bytes(buffer.getbuffer())
     digests = {OPTIONS: hashlib.sha256(options.encode()).hexdigest(), TENSORS: _sha256(folder / TENSORS)}
     bundle = Bundle(seed=config.seed, sha256=digests, **facts)
     write_atomic(folder / FACTS, json.dumps(plain(bundle), indent=1, allow_nan=False) + "\n")

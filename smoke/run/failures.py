@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pathlib
 import shlex
+import shutil
 import sys
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ def keep_failures(folder: pathlib.Path, plan: Plan, environment: Environment, ou
     except Interrupted as stop:
         outcome.interrupted_signal, outcome.message = stop.signal_number, f"stopped by {stop}"
     except OSError as error:
+        shutil.rmtree(folder / BUNDLE, ignore_errors=True)  # what is left of the disk is for the report
         print(f"smoke: {folder / BUNDLE}: cannot be written: {error.strerror}", file=sys.stderr)
     except Exception:  # of the model or kernel that is being located: the findings stand without a place
         traceback.print_exc()

@@ -44,19 +44,46 @@ def _execute(config: RunConfig, fault: str = "") -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def stale(tmp_path_factory) -> pathlib.Path:
-    """The run folder of a replay that takes the scale of a later update."""
-    folder = tmp_path_factory.mktemp("stale") / "run"
-    report = _execute(small_config(precision="fp8-delayed", check=BITWISE, steps=1, out=str(folder)), "stale-scale")
+def faulty(tmp_path_factory) -> pathlib.Path:
+    """The run folder of a replay that runs outside the quantization context."""
+    folder = tmp_path_factory.mktemp("faulty") / "run"
+    report = _execute(small_config(check=BITWISE, steps=1, out=str(folder)), "replay-in-bf16")
     assert red(report) == {"recompute_parity"}
     assert report["artifacts"][-1] == "bundle"
     return folder
 
 
+@pytest.fixture(scope="module")
+def misconfigured(tmp_path_factory) -> pathlib.Path:
+    """A run without a fault whose margin pushes every value under E4M3's smallest: BF16's gradients are far away."""
+    folder = tmp_path_factory.mktemp("misconfigured") / "run"
+    policy = PolicyConfig(margin=24)
+    options: dict[str, Any] = {"precision": "fp8-delayed", "policy": policy, "steps": 6, "recompute": ()}
+    assert red(_execute(small_config(**options, check=GRADIENTS, out=str(folder)))) == {"gradient_parity"}
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(faulty, misconfigured) -> list[str]:
+    """What ``smoke replay`` says of both runs, in one new process, elsewhere; its last line holds the exit codes."""
+    script = "import sys; from smoke import cli; print([cli.main(['replay', one]) for one in sys.argv[1:]])"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(faulty), str(misconfigured / "bundle")],
+        cwd=faulty.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
 @pytest.fixture
-def bundle(stale, tmp_path) -> pathlib.Path:
+def bundle(faulty, tmp_path) -> pathlib.Path:
     """A copy of its bundle, to spoil."""
-    return pathlib.Path(shutil.copytree(stale / "bundle", tmp_path / "bundle"))
+    return pathlib.Path(shutil.copytree(faulty / "bundle", tmp_path / "bundle"))
 
 
 def _facts(folder: pathlib.Path) -> dict[str, Any]:
@@ -70,66 +97,52 @@ def _rewrite(folder: pathlib.Path, **changes: Any) -> None:
     (folder / "bundle.json").write_text(json.dumps({**_facts(folder), "sha256": digests, **changes}), encoding="utf-8")
 
 
-def _alone(folder: pathlib.Path) -> subprocess.CompletedProcess[str]:
-    """``smoke replay`` in a process of its own, elsewhere."""
-    return subprocess.run(
-        [sys.executable, "-m", "smoke", "replay", str(folder)],
-        cwd=folder.parent,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def test_both_failures_reproduce_alone_in_a_fresh_process(alone):
+    assert alone[-1] == "[1, 1]"
+    for check in ("recompute_parity", "gradient_parity"):
+        line = next(line for line in alone if line.startswith(f"{check}: "))
+        assert line.startswith(f"{check}: reproduced: FAIL")
+        assert line.endswith("(the same place)")
+    assert sum(line == "reproduced: 1 of 1; exit code 1" for line in alone) == 2
+    assert any(Q_UP in line for line in alone)  # located again
 
 
-def test_a_red_replay_is_located_and_reproduced_in_a_fresh_process(stale):
-    report = json.loads((stale / "report.json").read_text(encoding="utf-8"))
+def test_a_bitwise_failure_is_located_in_the_replay(faulty):
+    report = json.loads((faulty / "report.json").read_text(encoding="utf-8"))
     detail = finding(report, "recompute_parity")["detail"]
     assert f"first output in a replay of {Q_UP}[head 0]" in detail
     assert "first gradient of the output of mtp.mtp_model_layer.self_attention.k_up_absorbed" in detail
-    facts = _facts(stale / "bundle")
-    assert (facts["fault"], facts["seed"], facts["source"]) == ("stale-scale", 1234, "generated")
-    assert facts["command"] == f"smoke replay {stale / 'bundle'}"
+    facts = _facts(faulty / "bundle")
+    assert (facts["fault"], facts["seed"], facts["source"]) == ("replay-in-bf16", 1234, "generated")
+    assert facts["command"] == f"smoke replay {faulty / 'bundle'}"
     assert [(one["check"], one["step"]) for one in facts["failures"]] == [("recompute_parity", 0)]
     assert [one["passed"] for one in facts["failures"][0]["departures"]] == ["replay", "gradient", "parameter"]
-    done = _alone(stale)  # the run folder will do
-    assert done.returncode == 1, done.stderr
-    assert "recompute_parity: reproduced: FAIL" in done.stdout
-    assert "(the same place)" in done.stdout
-    assert Q_UP in done.stdout
 
 
-def test_the_tensors_that_depart_are_kept_on_both_sides(stale):
-    observed = torch.load(stale / "bundle" / "tensors.pt", weights_only=True)["observed"]
+def test_a_failure_without_a_fault_is_located_at_the_first_quantized_module(misconfigured):
+    found = finding(json.loads((misconfigured / "report.json").read_text(encoding="utf-8")), "gradient_parity")
+    assert "first forward output of layers.0.self_attention.linear_q_down_proj" in found["detail"]
+    assert "its inputs agree" in found["detail"]
+    assert _facts(misconfigured / "bundle")["fault"] == ""
+
+
+def test_the_tensors_that_depart_are_kept_on_both_sides(faulty):
+    observed = torch.load(faulty / "bundle" / "tensors.pt", weights_only=True)["observed"]
     left, right = (observed[f"recompute_parity.replay.{side}"] for side in ("left", "right"))
     assert left.shape == right.shape
     assert not torch.equal(left, right)
 
 
 def test_on_a_mended_tree_it_does_not_reproduce(bundle, capsys):
-    _rewrite(bundle, fault="")
+    """The batches are in the bundle: the file that they came from is not needed again."""
+    source = "text:/not/here.txt"
+    config = small_config(data=DataConfig(source=source))
+    assert bundle_config(config, device="cpu", impl="reference").data.source == "generated"
+    _rewrite(bundle, fault="", source=source)
     assert cli.main(["replay", str(bundle)]) == 0
     printed = capsys.readouterr().out
     assert "recompute_parity: did not reproduce: PASS" in printed
     assert printed.splitlines()[-1] == "did not reproduce: 1 of 1 pass here; exit code 0"
-
-
-def test_a_failure_without_a_fault_made_by_options(tmp_path):
-    """So large a margin that the scales push every value under E4M3's smallest: BF16's gradients are far away."""
-    policy = PolicyConfig(margin=24)
-    config = small_config(
-        precision="fp8-delayed", policy=policy, check=GRADIENTS, steps=6, recompute=(), out=str(tmp_path / "run")
-    )
-    found = finding(_execute(config), "gradient_parity")
-    assert found["status"] == "FAIL"
-    assert "first forward output of layers.0.self_attention.linear_q_down_proj" in found["detail"]
-    assert "its inputs agree" in found["detail"]
-    assert _facts(tmp_path / "run" / "bundle")["fault"] == ""
-    done = _alone(tmp_path / "run" / "bundle")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "gradient_parity: reproduced: FAIL" in done.stdout
-    assert "(the same place)" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -150,16 +163,6 @@ def test_other_parity_checks_name_the_first_module_too(tmp_path, fault, layout, 
     assert found["status"] == "FAIL"
     assert told in found["detail"].partition("first ")[2]
     assert not (tmp_path / "run" / "bundle").exists()  # --check.bundle false
-
-
-def test_a_data_file_is_not_needed_again(bundle, capsys):
-    """The batches are in the bundle; the file they came from is not here."""
-    source = "text:/not/here.txt"
-    config = small_config(data=DataConfig(source=source))
-    assert bundle_config(config, device="cpu", impl="reference").data.source == "generated"
-    _rewrite(bundle, source=source)
-    assert cli.main(["replay", str(bundle)]) == 1
-    assert "(the same place)" in capsys.readouterr().out
 
 
 class Attack:
@@ -250,7 +253,7 @@ BAD: dict[str, tuple[Callable[[pathlib.Path], None], str]] = {
     "a missing fact": (lambda folder: _write(folder, b'{"format": 1, "failures": [{}]}'), "must have the fields"),
     "a fact of another type": (_put_fact(seed="1234"), "seed is not of the type int"),
     "no failure": (_put_fact(failures=[]), "names no failure"),
-    "an unknown fault": (_put_fact(fault="stale-scales"), "the nearest is stale-scale"),
+    "an unknown fault": (_put_fact(fault="replay-in-bf8"), "the nearest is replay-in-bf16"),
     "changed options": (_put_file("config.yaml", b"steps: 1\n", trusted=False), "SHA-256 differs"),
     "unknown options": (_put_file("config.yaml", b"stepz: 1\n"), "the nearest is steps"),
     "options with code": (_put_file("config.yaml", b"out: !!python/object/apply:os.getcwd []\n"), "is not YAML"),
