@@ -224,6 +224,17 @@ CHECKS: dict[str, Text] = {
         "not part of the snapshot (stochastic rounding draws in backward), or a buffer keeps state between "
         "runs.",
     ),
+    "attention_backend": Text(
+        proves="Core attention ran in a fused kernel, in every module and every call of training. Torch chooses by "
+        "sizes, types and flags, and says nothing when it falls to the unfused path.",
+        measures="Each call reads, off the graph that autograd recorded, which kernel made its result: flash, "
+        "efficient, cudnn, or none of them. Calls in training are counted by module, replays included.",
+        limit="Exact: no call unfused, and no module without a call.",
+        red="The row names the module, and how many others fell. Every module: a flag (sdpa_kernel, "
+        "torch.backends.cuda.enable_flash_sdp), deterministic algorithms left on, or a head wider than any fused "
+        "kernel takes. Some: their query, key and value differ in width or type. The unfused path saves every "
+        "probability, in float32 where it can, so recompute frees little there.",
+    ),
 }
 
 

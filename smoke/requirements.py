@@ -29,6 +29,7 @@ CHECKS = (
     "memory",
     "throughput",
     "determinism",
+    "attention_backend",
 )
 """In the order of the report."""
 

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from smoke.callbacks.attention_backend import AttentionBackend
     from smoke.callbacks.checkpoints import Checkpoints, RandomStates
     from smoke.callbacks.coverage import Coverage, GemmCounter
     from smoke.callbacks.dtype_ledger import DtypeLedger
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from smoke.callbacks.weight_freshness import WeightFreshness
 
 __all__ = [
+    "AttentionBackend",
     "Checkpoints",
     "Coverage",
     "DtypeLedger",
@@ -41,6 +43,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AttentionBackend": "attention_backend",
     "Checkpoints": "checkpoints",
     "Coverage": "coverage",
     "DtypeLedger": "dtype_ledger",

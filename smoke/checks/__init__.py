@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from smoke.checks.attention import attention_backend
 from smoke.checks.bits import determinism, recompute_parity
 from smoke.checks.coverage import coverage, preflight
 from smoke.checks.finding import ERROR, FAIL, PASS, SKIP, Check, Finding
@@ -45,6 +46,7 @@ CHECKS: dict[str, Check] = {
         memory,
         throughput,
         determinism,
+        attention_backend,
     )
 }
 

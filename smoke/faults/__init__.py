@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from smoke.config import nearest
 from smoke.faults import (
+    attention,
     conversion,
     data,
     kernels,
@@ -32,6 +33,7 @@ FAULTS: tuple[Fault, ...] = (
     *timing.FAULTS,
     *kernels.FAULTS,
     *saved.FAULTS,
+    *attention.FAULTS,
 )
 """In the order of ``smoke selftest``."""
 

@@ -12,19 +12,32 @@ On a CPU without BF16 instructions the stock kernel is a hundred times slower in
 emit float32 copies of their BF16 numbers (``attention_dtype``), and the result is rounded to BF16 afterwards: the same
 numbers, summed in float32 in both cases.
 
+Torch chooses among its kernels by sizes, types and flags, and says nothing. What autograd recorded says which one ran
+(``backend_of``); who hands in a counter is told for every call.
+
 Shape letters: T tokens, B rows, S tokens of a row, N heads, G key heads (1 or N), D width of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from smoke.kernels.support import stock_bf16
+
+
+class Kernel(NamedTuple):
+    """What ran one call of core attention: the backend, and type and width of query, key and value."""
+
+    backend: str
+    dtype: str
+    columns: int
 
 
 @dataclass(frozen=True)
@@ -94,23 +107,58 @@ def core_attention(
     scale: float,
     columns: int,
     out_dtype: torch.dtype,
+    ran: Counter[Kernel] | None = None,
 ) -> Tensor:
     """Causal attention inside each sequence -> the first ``columns`` columns, [T, N, columns], rounded to out_dtype.
 
     Without a value the key is the value. A single key head serves all query heads by expansion, without a copy.
+    ``ran`` counts the kernels that ran, of calls that record a gradient.
     """
     value_TGD = key_TGD if value_TGD is None else value_TGD
     if sequences.uniform:
-        return _attend(query_TND, key_TGD, value_TGD, len(sequences.lengths), scale)[..., :columns].to(out_dtype)
+        return _attend(query_TND, key_TGD, value_TGD, len(sequences.lengths), scale, ran)[..., :columns].to(out_dtype)
     parts = zip(*(tensor.split(sequences.lengths) for tensor in (query_TND, key_TGD, value_TGD)), strict=True)
-    return torch.cat([_attend(q, k, v, 1, scale)[..., :columns].to(out_dtype) for q, k, v in parts])
+    return torch.cat([_attend(q, k, v, 1, scale, ran)[..., :columns].to(out_dtype) for q, k, v in parts])
 
 
-def _attend(query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, rows: int, scale: float) -> Tensor:
+def _attend(
+    query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, rows: int, scale: float, ran: Counter[Kernel] | None
+) -> Tensor:
     heads = query_TND.shape[1]
     query_BNSD, key_BNSD, value_BNSD = (
         tensor.unflatten(0, (rows, -1)).transpose(1, 2).expand(-1, heads, -1, -1)
         for tensor in (query_TND, key_TGD, value_TGD)
     )
     out_BNSD = scaled_dot_product_attention(query_BNSD, key_BNSD, value_BNSD, is_causal=True, scale=scale)
+    if ran is not None and out_BNSD.grad_fn is not None:
+        backend = backend_of(out_BNSD, (query_BNSD, key_BNSD, value_BNSD))
+        ran[Kernel(backend, str(query_TND.dtype).removeprefix("torch."), query_TND.shape[-1])] += 1
     return out_BNSD.transpose(1, 2).flatten(0, 1)
+
+
+def backend_of(out: Tensor, inputs: Iterable[Tensor]) -> str:
+    """Which kernel of scaled_dot_product_attention made ``out``: flash, efficient, cudnn, overrideable or math.
+
+    Read off the graph between ``out`` and ``inputs``: a fused kernel is one node with a name of its own, possibly
+    behind slices of padded columns; the unfused path is made of products and a softmax.
+    """
+    ends = {tensor.grad_fn for tensor in inputs}
+    nodes, seen = [out.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in ends or node in seen:
+            continue
+        seen.add(node)
+        for word, backend in _FUSED.items():
+            if word in node.name():
+                return backend
+        nodes += [before for before, _ in node.next_functions]
+    return "math"
+
+
+_FUSED = {
+    "DotProductFlashAttention": "flash",
+    "DotProductEfficientAttention": "efficient",
+    "DotProductCudnnAttention": "cudnn",
+    "DotProductFusedAttentionOverrideable": "overrideable",
+}

@@ -23,6 +23,7 @@ V value columns, D columns of the core's query and key (L + R absorbed, K + R pl
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from smoke.config import ModelConfig
 from smoke.kernels.absorb.api import absorbed_key, absorbed_query
 from smoke.kernels.mla_rope.api import rope_key_value, rope_query
-from smoke.model.attention import Sequences, attention_dtype, core_attention, widen
+from smoke.model.attention import Kernel, Sequences, attention_dtype, core_attention, widen
 from smoke.model.layers import RMSNorm
 from smoke.model.linear import HeadwiseLinear, Linear
 from smoke.model.recompute import Recompute
@@ -54,6 +55,7 @@ class MLASelfAttention(nn.Module):
         self.config, self.impl, self.recompute = config, impl, recompute or Recompute()
         self.heads = config.num_attention_heads
         self.scale = softmax_scale(config)
+        self.core_kernels: Counter[Kernel] = Counter()
         self.absorbed = config.attention_form == "absorbed"
         nope, rope, value, latent = self._widths()
         linear = partial(Linear, dtype=dtype, device=device)
@@ -93,6 +95,7 @@ class MLASelfAttention(nn.Module):
             scale=self.scale,
             columns=self.config.kv_lora_rank if self.absorbed else self.config.v_head_dim,
             out_dtype=hidden_TH.dtype,
+            ran=self.core_kernels,
         )
         with self.recompute.discard("mla_up_proj", up, query_in_TQ, latent_TL, k_pe_TR) as joined:
             out_TNC = self.recompute.checkpoint("core_attn", core, *joined)

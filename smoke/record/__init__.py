@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from smoke.record.contracts import RopeRow, SavedRow
+from smoke.record.contracts import AttentionRow, RopeRow, SavedRow
 from smoke.record.ledgers import DtypeRow, FreshnessRow
 from smoke.record.memory import MemoryRow
 from smoke.record.steps import AccumulationRow, ResumeRow
@@ -201,6 +201,7 @@ class Record:
     quantizer: list[QuantizerRow] = field(default_factory=list)
     twins: list[TwinRow] = field(default_factory=list)
     rope: list[RopeRow] = field(default_factory=list)
+    attention: list[AttentionRow] = field(default_factory=list)
     saved: list[SavedRow] = field(default_factory=list)
     saved_looked: int = 0
     """Saved tensors whose version was looked at in training."""

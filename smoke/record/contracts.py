@@ -1,4 +1,4 @@
-"""Rows of the contract checks: rope_contract, saved_tensors."""
+"""Rows of the contract checks: rope_contract, saved_tensors, attention_backend."""
 
 from __future__ import annotations
 
@@ -36,3 +36,17 @@ class SavedRow:
     """Autograd's count of writes in place when the tensor was saved."""
     version: int
     """The same when backward asked for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRow:
+    """Which kernel ran the core attention of one module in training, and how often."""
+
+    module: str
+    backend: str
+    """flash, efficient, cudnn, overrideable or math (the unfused path); empty where none ran."""
+    dtype: str
+    columns: int
+    """Width of query, key and value."""
+    calls: int
+    """Replays included."""

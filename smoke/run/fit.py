@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from smoke.callbacks import (
+    AttentionBackend,
     Checkpoints,
     Coverage,
     DtypeLedger,
@@ -36,6 +37,7 @@ from smoke.module import MasterAdamW
 from smoke.precision.weights import MultipliedWeights
 from smoke.record import Record, StepRow
 from smoke.run import resume
+from smoke.run.attention import attention_rows, forget_kernels
 from smoke.run.idle import Idle
 from smoke.run.session import Session
 from smoke.trajectories import random_states, set_random_states
@@ -72,6 +74,7 @@ class Watch:
     freshness: WeightFreshness
     dtypes: DtypeLedger
     saved: SavedTensors
+    attention: AttentionBackend
     log: StepLog
     recorder: RoutingRecorder
 
@@ -84,6 +87,7 @@ class Watch:
             self.freshness,
             self.dtypes,
             self.saved,
+            self.attention,
             self.coverage,
         ]
         return [*self.throughput.around(inner), self.log]
@@ -97,6 +101,7 @@ class Watch:
         record.freshness = list(self.freshness.rows)
         record.dtypes, record.dtype_steps = self.dtypes.rows(), self.dtypes.steps
         record.saved, record.saved_looked, record.saved_steps = self.saved.rows, self.saved.looked, self.saved.steps
+        record.attention = list(self.attention.rows)
         record.tokens, record.mean_loss = self.loss.tokens(), self.loss.mean_loss()
 
 
@@ -127,6 +132,7 @@ def watch(session: Session, sink: Callable[[StepRow], None]) -> Watch:
         ),
         dtypes=DtypeLedger(_optimizer_states, prefix="model."),
         saved=SavedTensors(session.taken_writes, lambda: session.recompute.watch.looked),
+        attention=AttentionBackend(lambda: attention_rows(session), lambda: forget_kernels(session)),
         log=StepLog(loss, throughput, sink),
         recorder=recorder,
     )

@@ -67,8 +67,8 @@ def _live_rows(session: Session) -> list[RopeRow]:
     tables = model.rope_tables(positions_T)
     places = sorted({0, 1, int(positions_T.max())} & set(range(tables[0].shape[0])))
     rows = _table_errors("live tables", tables, config, places)
-    attentions = {name: m for name, m in model.named_modules() if isinstance(m, MLASelfAttention)}
-    return rows + [_scale_row("live model", f"softmax scale of {n}", m, config) for n, m in attentions.items()]
+    attentions = session.attentions().items()
+    return rows + [_scale_row("live model", f"softmax scale of {name}", module, config) for name, module in attentions]
 
 
 def _scale_row(case: str, tensor: str, attention: MLASelfAttention, config: ModelConfig) -> RopeRow:

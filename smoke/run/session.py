@@ -18,6 +18,7 @@ from smoke.data.module import SmokeData
 from smoke.data.sources import DataError
 from smoke.model.attention import Sequences
 from smoke.model.deepseek import DeepseekV3
+from smoke.model.mla import MLASelfAttention
 from smoke.model.mtp import next_labels
 from smoke.model.recompute import InPlaceWrite, Recompute
 from smoke.model.routing import RoutingTape, replay_routing
@@ -54,6 +55,10 @@ class Session:
         taken = list(self.writes)
         self.writes.clear()
         return taken
+
+    def attentions(self) -> dict[str, MLASelfAttention]:
+        """Every attention module, by name."""
+        return {name: module for name, module in self.model.named_modules() if isinstance(module, MLASelfAttention)}
 
     def optimizer(self) -> MasterAdamW:
         return make_optimizer(self.model, self.plan.config.train)

@@ -8,6 +8,7 @@ from typing import Any
 
 from smoke.checks import CHECKS, Finding, judge
 from smoke.record import (
+    AttentionRow,
     BitRow,
     CoverageRow,
     DtypeRow,
@@ -207,6 +208,12 @@ def make_record() -> Record:
             TwinRow(kind="packed_leak", tensor="sequence 0", relative_error=0.0),
         ],
         rope=_rope(),
+        attention=[
+            AttentionRow(
+                module=f"layers.{layer}.self_attention", backend="flash", dtype="float32", columns=96, calls=10
+            )
+            for layer in range(2)
+        ],
         saved_looked=100,
         saved_steps=STEPS,
         finite_looked=100,
