@@ -93,10 +93,19 @@ class Start:
 
 
 def bundle_config(config: RunConfig, *, device: str, impl: str) -> RunConfig:
-    """The options of a bundle: device and operations as decided, no folder, and no data file to be found again."""
+    """The options of a bundle: device and operations as decided, no folder, and no file that has to be found again.
+
+    A resumed run is repeated from its start, which is the same run as long as resuming is exact.
+    """
     source = "generated" if ":" in config.data.source else config.data.source
     return dataclasses.replace(
-        config, device=device, impl=impl, out=None, data=dataclasses.replace(config.data, source=source)
+        config,
+        device=device,
+        impl=impl,
+        out=None,
+        resume=None,
+        data=dataclasses.replace(config.data, source=source),
+        trainer=dataclasses.replace(config.trainer, checkpoint_every=None),
     )
 
 

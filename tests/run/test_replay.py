@@ -136,8 +136,9 @@ def test_the_tensors_that_depart_are_kept_on_both_sides(faulty):
 def test_on_a_mended_tree_it_does_not_reproduce(bundle, capsys):
     """The batches are in the bundle: the file that they came from is not needed again."""
     source = "text:/not/here.txt"
-    config = small_config(data=DataConfig(source=source))
-    assert bundle_config(config, device="cpu", impl="reference").data.source == "generated"
+    config = small_config(data=DataConfig(source=source), resume="runs/gone", out="a")
+    kept = bundle_config(config, device="cpu", impl="reference")
+    assert (kept.data.source, kept.resume, kept.out, kept.device) == ("generated", None, None, "cpu")
     _rewrite(bundle, fault="", source=source)
     assert cli.main(["replay", str(bundle)]) == 0
     printed = capsys.readouterr().out
