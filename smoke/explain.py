@@ -203,6 +203,17 @@ CHECKS: dict[str, Text] = {
         "the output itself. More held than before: the region's inputs were free without recompute. Look "
         "at the region named.",
     ),
+    "neutrality": Text(
+        proves="The callbacks that watch the run do not change it: what they measure is the run without them.",
+        measures="Before and after every hook of the callbacks: random states (torch, CUDA, Python, NumPy), grad mode, "
+        "the train/eval flag of every module, version counters of all parameters, gradients and buffers, and values "
+        "of the buffers (router counters, amax histories). And the losses of the first steps against those of a "
+        "trajectory from the same state without Trainer and callbacks; on CUDA both with deterministic algorithms.",
+        limit="Exact: nothing changed, every bit of the losses equal.",
+        red="A state is named with step and hook: look at what the callbacks do in that hook. Only a loss is red: a "
+        "forward hook of a callback, or a write past the version counter (.data). A router's expert_load: a twin or a "
+        "replay counts its tokens in the live counter.",
+    ),
     "throughput": Text(
         proves="The times in the report are consistent: the clock, the token count and what was left out add up. "
         "It does not judge speed, and times of an emulated run are times of the emulation.",

@@ -29,6 +29,7 @@ CHECKS = (
     "memory",
     "throughput",
     "determinism",
+    "neutrality",
     "attention_backend",
 )
 """In the order of the report."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from smoke.callbacks.finite import Finite
     from smoke.callbacks.gradient_parity import GradientParity
     from smoke.callbacks.loss_tracker import LossTracker
+    from smoke.callbacks.neutrality import Neutrality
     from smoke.callbacks.presence import GradientPresence
     from smoke.callbacks.saved_tensors import SavedTensors
     from smoke.callbacks.step_log import StepLog
@@ -36,6 +37,7 @@ __all__ = [
     "LossTracker",
     "RandomStates",
     "SavedTensors",
+    "Neutrality",
     "StepLog",
     "Throughput",
     "WeightFreshness",
@@ -54,6 +56,7 @@ _HOMES = {
     "LossTracker": "loss_tracker",
     "RandomStates": "checkpoints",
     "SavedTensors": "saved_tensors",
+    "Neutrality": "neutrality",
     "StepLog": "step_log",
     "Throughput": "throughput",
     "WeightFreshness": "weight_freshness",

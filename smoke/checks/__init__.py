@@ -16,7 +16,7 @@ from smoke.checks.bits import determinism, recompute_parity
 from smoke.checks.coverage import coverage, preflight
 from smoke.checks.finding import ERROR, FAIL, PASS, SKIP, Check, Finding
 from smoke.checks.gradients import gradient_parity, gradient_presence, quantization_engaged
-from smoke.checks.ledgers import dtype_ledger, weight_freshness
+from smoke.checks.ledgers import dtype_ledger, neutrality, weight_freshness
 from smoke.checks.rope import rope_contract
 from smoke.checks.saved import saved_tensors
 from smoke.checks.training import loss_tracking, memory, throughput
@@ -46,6 +46,7 @@ CHECKS: dict[str, Check] = {
         memory,
         throughput,
         determinism,
+        neutrality,
         attention_backend,
     )
 }

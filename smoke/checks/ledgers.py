@@ -1,4 +1,4 @@
-"""weight_freshness: the weights multiplied are those of this step. dtype_ledger: each module computes in its type."""
+"""weight_freshness, dtype_ledger and neutrality: fresh weights, types as planned, callbacks that change nothing."""
 
 from __future__ import annotations
 
@@ -52,6 +52,16 @@ EXPECTED = {
 """Type of each kind of tensor, in every recipe: quantized formats live inside the leaves."""
 EXPECTED_OF = {"router": EXPECTED | {"parameter": "float32", "gradient": "float32", "activation": "float32"}}
 """Modules, by the last part of their name, that have types of their own."""
+HOOKS = (
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+"""Hooks of every step."""
+LEAST_LOSSES = 2
+"""What a callback does in one step shows in the loss of the next."""
 
 
 def dtype_ledger(record: Record, plan: Any, limits: Any) -> Finding:
@@ -96,3 +106,27 @@ def _ledger_gaps(record: Record) -> Iterator[tuple[str, str]]:
             yield "ran, but its output was not seen", gemm.module
     if record.dtype_steps < len(record.steps) or not record.steps:
         yield f"looked at {record.dtype_steps} of {len(record.steps)} steps", ""
+
+
+def neutrality(record: Record, plan: Any, limits: Any) -> Finding:
+    """Callbacks change nothing: no state differs when their hooks have run, and losses are those of a run without."""
+    name, looks = "neutrality", record.neutral_looks
+    limit = "no state changed by a hook, and losses equal to the last bit with callbacks and without"
+    pairs = list(zip(record.watched_losses, record.unwatched_losses, strict=False))
+    apart = [step for step, (watched, unwatched) in enumerate(pairs) if watched != unwatched]
+    changes = f"{len(record.neutral)} changes in {sum(looks.values())} hooks"
+    measured = f"{changes}, {len(apart)} of {len(pairs)} losses differ"
+    if record.neutral:
+        row = record.neutral[0]
+        others = dict.fromkeys(row.name for row in record.neutral[1:4])
+        return failed(name, measured, limit, f"step {row.step} {row.hook}: {row.name}", "; ".join(others))
+    if apart:
+        watched, unwatched = pairs[apart[0]]
+        detail = f"{watched} watched, {unwatched} without callbacks"
+        return failed(name, measured, limit, f"step {apart[0]} loss", detail)
+    if not pairs or len(pairs) < min(LEAST_LOSSES, len(record.steps)):
+        return unable(name, f"{len(pairs)} losses compared with those of a run without callbacks")
+    for hook in HOOKS:
+        if looks.get(hook, 0) < max(1, len(record.steps)):
+            return unable(name, f"state compared in {looks.get(hook, 0)} of {len(record.steps)} steps", hook)
+    return passed(name, measured, limit)

@@ -18,6 +18,7 @@ from smoke.faults import (
     rope,
     saved,
     timing,
+    watchers,
 )
 from smoke.faults.fault import SMALL, Fault, active, injected, replaced, small_config
 
@@ -30,6 +31,7 @@ FAULTS: tuple[Fault, ...] = (
     *data.FAULTS,
     *rope.FAULTS,
     *ledgers.FAULTS,
+    *watchers.FAULTS,
     *timing.FAULTS,
     *kernels.FAULTS,
     *saved.FAULTS,

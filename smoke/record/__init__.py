@@ -7,17 +7,15 @@ form writes null for it (the hex field of a loss tells which).
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from smoke.record.contracts import AttentionRow, RopeRow, SavedRow
-from smoke.record.ledgers import DtypeRow, FreshnessRow
+from smoke.record.ledgers import DtypeRow, FreshnessRow, NeutralRow
 from smoke.record.memory import MemoryRow
 from smoke.record.steps import AccumulationRow, ResumeRow
+from smoke.record.values import json_line as json_line
+from smoke.record.values import percentile as percentile
+from smoke.record.values import plain as plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +220,13 @@ class Record:
     """Optimizer steps in which types were looked at."""
     accumulation: list[AccumulationRow] = field(default_factory=list)
     resumed: list[ResumeRow] = field(default_factory=list)
+    neutral: list[NeutralRow] = field(default_factory=list)
+    neutral_looks: dict[str, int] = field(default_factory=dict)
+    """How often the state before and after each hook of the callbacks was compared."""
+    watched_losses: tuple[str, ...] = ()
+    """Exact hex of the losses of the first steps, with callbacks."""
+    unwatched_losses: tuple[str, ...] = ()
+    """The same steps from the same state without any callback."""
     memory: list[MemoryRow] = field(default_factory=list)
     curves: LossCurves = field(default_factory=LossCurves)
     throughput: ThroughputSummary | None = None
@@ -236,32 +241,3 @@ class Record:
     held_mib: float | None = None
     entropy_floor: float | None = None
     """Known lower bound of the loss in nats a token, where the data source has one."""
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Percentile with linear interpolation between the two nearest values; NaN when there are none."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
-def plain(value: Any) -> Any:
-    """Turn a row, or any tree of rows, into JSON-ready values; a float that is not finite becomes None."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def json_line(row: Any) -> str:
-    """One JSON object on one line, for ``steps.jsonl``."""
-    return json.dumps(plain(row), ensure_ascii=False, allow_nan=False)

@@ -1,4 +1,4 @@
-"""Rows of the checks that keep books on a run: which weights were multiplied, in which types modules compute."""
+"""Rows of the checks that keep books: which weights are multiplied, types of modules, what callbacks changed."""
 
 from __future__ import annotations
 
@@ -36,3 +36,14 @@ class DtypeRow:
     step: int
     """Step in which the first was seen."""
     tensors: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeutralRow:
+    """Something that was no longer the same when the callbacks of one hook had run."""
+
+    step: int
+    hook: str
+    """As ``on_after_backward``."""
+    name: str
+    """As ``random state of torch`` or ``buffer layers.1.mlp.router.expert_load``."""

@@ -238,9 +238,9 @@ def _work(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quie
             record.twins += forms.absorbed_twins(session)
         if "packed_parity" not in skipped:
             record.twins += forms.packed_twins(session)
-    if not {"recompute_parity", "determinism", "memory"} <= skipped:
+    if not {"recompute_parity", "determinism", "memory", "neutrality"} <= skipped:
         with _stage(f"trajectories of {config.check.parity_steps} steps, compared bit by bit", quiet):
-            record.bits, record.memory, record.held_mib = measure.parity(session)
+            record.bits, record.memory, record.held_mib, record.unwatched_losses = measure.parity(session)
     if "loss_tracking" not in skipped:
         with _stage("BF16 twin and its noise floor", quiet):
             _add_curves(plan, batches, record, shared)

@@ -24,6 +24,7 @@ from smoke.callbacks import (
     GradientParity,
     GradientPresence,
     LossTracker,
+    Neutrality,
     RandomStates,
     SavedTensors,
     StepLog,
@@ -75,6 +76,7 @@ class Watch:
     dtypes: DtypeLedger
     saved: SavedTensors
     attention: AttentionBackend
+    neutral: Neutrality
     log: StepLog
     recorder: RoutingRecorder
 
@@ -90,7 +92,7 @@ class Watch:
             self.attention,
             self.coverage,
         ]
-        return [*self.throughput.around(inner), self.log]
+        return [*self.throughput.around(self.neutral.around(inner)), self.log]
 
     def collect(self, record: Record) -> None:
         record.gradients, record.coverage = list(self.gradients.rows), list(self.coverage.rows)
@@ -102,6 +104,8 @@ class Watch:
         record.dtypes, record.dtype_steps = self.dtypes.rows(), self.dtypes.steps
         record.saved, record.saved_looked, record.saved_steps = self.saved.rows, self.saved.looked, self.saved.steps
         record.attention = list(self.attention.rows)
+        record.neutral, record.neutral_looks = list(self.neutral.rows), dict(self.neutral.looks)
+        record.watched_losses = tuple(self.neutral.losses[step] for step in sorted(self.neutral.losses))
         record.tokens, record.mean_loss = self.loss.tokens(), self.loss.mean_loss()
 
 
@@ -133,6 +137,7 @@ def watch(session: Session, sink: Callable[[StepRow], None]) -> Watch:
         dtypes=DtypeLedger(_optimizer_states, prefix="model."),
         saved=SavedTensors(session.taken_writes, lambda: session.recompute.watch.looked),
         attention=AttentionBackend(lambda: attention_rows(session), lambda: forget_kernels(session)),
+        neutral=Neutrality(),
         log=StepLog(loss, throughput, sink),
         recorder=recorder,
     )

@@ -22,8 +22,11 @@ from smoke.run.session import Session
 from smoke.trajectories import Snapshot, Trajectory, compare, deterministic, follow
 
 
-def parity(session: Session) -> tuple[list[BitRow], list[MemoryRow], float | None]:
-    """Follow recompute on, on again, and off, from one snapshot: bits, held bytes, and MiB held with recompute on."""
+def parity(session: Session) -> tuple[list[BitRow], list[MemoryRow], float | None, tuple[str, ...]]:
+    """Follow recompute on, on again, and off, from one snapshot.
+
+    Returns bits, held bytes, MiB held with recompute on, and the losses with recompute on (exact hex).
+    """
     steps = max(session.plan.config.check.parity_steps, session.plan.recipe.warmup_steps + 1)
     windows = [session.windows[i % session.plan.config.steps] for i in range(steps)]
     optimizer = session.optimizer()
@@ -50,7 +53,7 @@ def parity(session: Session) -> tuple[list[BitRow], list[MemoryRow], float | Non
     session.recompute.active = True
     session.precision.runtime.calls.clear()
     held = None if memory_on.ledger is None else memory_on.ledger.held_with_recompute_bytes / 2**20
-    return rows, memory, held
+    return rows, memory, held, tuple(float(loss).hex() for loss in on.losses)
 
 
 def preflight_rows(session: Session) -> list[PreflightRow]:

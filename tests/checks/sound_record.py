@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from smoke.checks import CHECKS, Finding, judge
+from smoke.checks.ledgers import HOOKS
 from smoke.record import (
     AttentionRow,
     BitRow,
@@ -50,6 +51,7 @@ def make_plan(precision: str = "mxfp8", **options: Any) -> SimpleNamespace:
         recompute=("mla_up_proj", "mlp"),
         model=SimpleNamespace(attention_form="absorbed"),
         check=SimpleNamespace(gradient_parity_every=5),
+        trainer=SimpleNamespace(accumulate_grad_batches=1),
     )
     plan = SimpleNamespace(
         config=config,
@@ -226,6 +228,9 @@ def make_record() -> Record:
         freshness=_freshness(),
         dtypes=_dtypes(),
         dtype_steps=STEPS,
+        neutral_looks=dict.fromkeys(HOOKS, STEPS),
+        watched_losses=tuple(row.loss_hex for row in steps),
+        unwatched_losses=tuple(row.loss_hex for row in steps[:3]),
         memory=_memory(),
         curves=LossCurves(
             run=tuple(row.loss for row in steps),

@@ -1,11 +1,12 @@
-"""weight_freshness and dtype_ledger: one stale operand or one wrong type is enough; what was not seen is no PASS."""
+"""weight_freshness, dtype_ledger and neutrality: one offender is enough, and what was not seen is no PASS."""
 
 import dataclasses
 
 import pytest
 from sound_record import QUANTIZED, Case
 
-from smoke.record import DtypeRow
+from smoke.checks.ledgers import HOOKS
+from smoke.record import DtypeRow, NeutralRow
 
 
 @pytest.fixture
@@ -107,3 +108,50 @@ def test_a_module_that_ran_unseen_is_no_pass(case):
 def test_types_are_looked_at_in_every_step(case):
     case.record.dtype_steps = 9
     assert "9 of 10 steps" in case.only_red("ERROR", "dtype_ledger").detail
+
+
+def test_gradients_of_several_micro_batches_add_up_in_float32(case):
+    case.plan.config.trainer.accumulate_grad_batches = 2
+    assert case.only_red("FAIL", "dtype_ledger").where.endswith("gradient")
+    case.spoil("dtypes", {"kind": "gradient"}, dtype="float32")
+    assert case.findings()["dtype_ledger"].status == "PASS"
+
+
+def test_a_change_by_a_callback_is_red_and_named(case):
+    case.record.neutral = [
+        NeutralRow(step=3, hook="on_after_backward", name="random state of torch"),
+        NeutralRow(step=4, hook="on_train_batch_end", name="buffer load"),
+    ]
+    finding = case.only_red("FAIL", "neutrality")
+    assert finding.where == "step 3 on_after_backward: random state of torch"
+    assert finding.detail == "buffer load"
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_one_bit_of_a_loss_is_red(case, step):
+    losses = list(case.record.watched_losses)
+    losses[step] = (float.fromhex(losses[step]) + 2.0**-50).hex()
+    case.record.watched_losses = tuple(losses)
+    finding = case.only_red("FAIL", "neutrality")
+    assert finding.where == f"step {step} loss"
+    assert losses[step] in finding.detail
+
+
+def test_a_nan_with_callbacks_is_red(case):
+    case.record.watched_losses = ("nan", *case.record.watched_losses[1:])
+    case.only_red("FAIL", "neutrality")
+
+
+@pytest.mark.parametrize("field", ["watched_losses", "unwatched_losses"])
+@pytest.mark.parametrize("count", [0, 1])
+def test_too_few_losses_are_no_pass(case, field, count):
+    setattr(case.record, field, getattr(case.record, field)[:count])
+    assert "losses compared" in case.only_red("ERROR", "neutrality").detail
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_hook_of_every_step_must_have_been_looked_at(case, hook):
+    case.record.neutral_looks[hook] = 9
+    assert case.only_red("ERROR", "neutrality").where == hook
+    del case.record.neutral_looks[hook]
+    case.only_red("ERROR", "neutrality")

@@ -38,7 +38,7 @@ def _session(**changes: Any) -> Any:
 
 def _follow(session: Any) -> None:
     """Follow the trajectories; every bit is equal, every region was replayed and frees what was predicted."""
-    bits, memory, held_mib = measure.parity(session)
+    bits, memory, held_mib, losses = measure.parity(session)
     recipe, regions = session.plan.recipe, session.recompute.regions
     different = [row for row in bits if not row.equal]
     assert not different, f"{len(different)} of {len(bits)} differ, first {different[0]}"
