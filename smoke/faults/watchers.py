@@ -68,17 +68,23 @@ def written_through_data() -> Iterator[None]:
 
 @contextlib.contextmanager
 def load_counted_by_the_twin() -> Iterator[None]:
-    from smoke.run.session import Session
+    """The twin borrows the live weights, which are no Parameters of its own, and adds to the counter of their owner."""
+    import torch
 
-    original = Session.reference_gradients
+    from smoke.model.routing import Router
 
-    def counting(session: Any, batch: Any, routing: Any) -> Any:
-        found = original(session, batch, routing)
-        for router in session.model.routers():
-            router.expert_load.mul_(2)
-        return found
+    original = Router.forward
+    live: dict[str, Any] = {}
 
-    with replaced(Session, "reference_gradients", counting):
+    def counting(router: Any, x_TH: Any, sequences: Any) -> Any:
+        routing = original(router, x_TH, sequences)
+        if isinstance(router.weight, torch.nn.Parameter):
+            live[router.label] = router
+        elif routing.tokens_E.dtype is torch.float32:
+            live[router.label].expert_load += routing.tokens_E
+        return routing
+
+    with replaced(Router, "forward", counting):
         yield
 
 
