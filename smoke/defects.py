@@ -118,6 +118,10 @@ def _nvfp4_on_sm_12x(config: RunConfig, environment: Environment) -> bool:
     return config.precision == "nvfp4" and any(device.capability[0] == 12 for device in environment.devices)
 
 
+def _resumed(config: RunConfig, _: Environment) -> bool:
+    return config.resume is not None
+
+
 def _mxfp8_with_e5m2(config: RunConfig, _: Environment) -> bool:
     return config.precision == "mxfp8" and config.policy.gradient_format == "e5m2"
 
@@ -239,6 +243,7 @@ DEFECTS: tuple[Defect, ...] = (
         effect="a crafted file corrupts memory and can run code (below 2.6 it runs code at once)",
         remedy="torch 2.10 or later",
         reference="CVE-2026-24747, CVE-2025-32434",
+        asks=_resumed,
     ),
     Defect(
         name="cudnn-attention-nan",

@@ -84,6 +84,7 @@ EXAMPLES = {
         "2.3.0",
         "2.4.0",
     ),
+    "checkpoint-runs-code": (RunConfig(resume="a.ckpt"), RunConfig(), "2.9.1", "2.11.0"),
     "mxfp8-e5m2-gradients": (RunConfig(policy=PolicyConfig(gradient_format="e5m2")), RunConfig(), "2.20.2", "1.13.0"),
 }
 

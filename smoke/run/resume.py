@@ -7,16 +7,14 @@ decides the numbers of a run has to be what it was; how many steps, where to wri
 from __future__ import annotations
 
 import pathlib
-import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-import torch
 
 from smoke.callbacks.checkpoints import SUFFIX
 from smoke.config import RunConfig
 from smoke.plan import USAGE, Refusal
 from smoke.record import plain
+from smoke.run.foreign import load_plain
 
 FOLDER = "checkpoints"
 SAME = ("precision", "recompute", "layout", "seed", "model", "data", "train", "policy")
@@ -57,9 +55,9 @@ def find(resume: str) -> pathlib.Path:
 def _read(path: pathlib.Path) -> tuple[int, Mapping[str, Any]]:
     """Finished steps of a checkpoint, and its run's options."""
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        loaded = load_plain(path)
         return int(loaded["global_step"]), dict(loaded["smoke"]["options"])
-    except (OSError, EOFError, pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:  # ForeignError is a ValueError
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
         raise _refusal(str(path), f"is no checkpoint of this program ({reason})") from None
 

@@ -8,7 +8,6 @@ model once that is built.
 from __future__ import annotations
 
 import pathlib
-import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from smoke.config import RunConfig
 from smoke.module import IGNORED_LABEL
 from smoke.run.bundle import TENSORS, BundleError, Start
+from smoke.run.foreign import ForeignError, load_plain
 from smoke.run.session import Session
 
 
@@ -25,10 +25,9 @@ def load_start(folder: pathlib.Path, config: RunConfig) -> Start:
     """State and batches of the bundle in ``folder``, whose options are ``config``. Raises BundleError."""
     file = folder / TENSORS
     try:
-        values = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        first = (str(error).splitlines() or [""])[0][:200]
-        raise BundleError(f"{file}: holds no plain tensors: {first}") from None
+        values = load_plain(file)
+    except ForeignError as error:
+        raise BundleError(f"{file}: {error}") from None
     problem = _problem(values, config)
     if problem:
         raise BundleError(f"{file}: {problem}")
