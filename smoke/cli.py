@@ -1,4 +1,4 @@
-"""The command line: ``run``, ``matrix``, ``preflight``, ``env``, ``explain CHECK``. Arguments in, exit code out.
+"""The command line of ``smoke``, commands as in ``DESCRIPTION`` below: arguments in, exit code out.
 
 Everything heavy is imported inside the command that needs it, so that ``--help`` and a mistyped option answer at once.
 A request that cannot run ends in one line on standard error and the exit code of its reason; a crash shows its
@@ -32,6 +32,7 @@ commands:
   preflight      every rule of a request (the options of run), kept or broken, and known public defects; no training
   selftest       inject every known fault into a small run: the right checks must turn red, the others stay green
   replay BUNDLE  reproduce the failures of a red run alone, from the bundle in its folder
+  baseline       update, show or diff: exact losses and costs of reviewed runs, for --baseline FILE
   env            versions, devices, and what each precision would run on here, and why
   explain CHECK  what a check proves, how it measures, where its limit comes from, what to do when it is red
 
@@ -39,9 +40,9 @@ smoke COMMAND --help lists the options of a command; smoke --version prints the 
 
 exit codes: 0 passed, 1 a required check failed, 2 wrong usage, 3 crash or a check that could not judge,
 4 this machine lacks something or a required check was skipped, 5 blocked by an installed package,
-130 and 143 interrupted.
+6 no baseline of this toolchain under --require-baseline, 130 and 143 interrupted.
 """
-USAGE, CRASH, INTERRUPTED = 2, 3, 130
+RED, USAGE, CRASH, INTERRUPTED = 1, 2, 3, 130
 
 
 def main(args: Sequence[str] | None = None, *, prog: str = "smoke") -> int:
@@ -200,6 +201,33 @@ exit codes: 1 reproduced, 0 did not reproduce, 2 no bundle that this version can
 """
 
 
+def baseline(args: Sequence[str], prog: str) -> int:
+    """``smoke baseline update|show|diff``."""
+    from smoke.options import BASELINE_ACTIONS, UsageError, parse_baseline
+
+    action, rest = (args[0], args[1:]) if args else ("", [])
+    if action in ("--help", "-h"):
+        actions = "\n".join(f"  {name:6} {text}" for name, text in BASELINE_ACTIONS.items())
+        print(f"usage: {prog} ACTION [options]\n\n{actions}\n\n{prog} ACTION --help lists the options of an action.")
+        return 0
+    if action not in BASELINE_ACTIONS:
+        return _fail(prog, _unknown("action", action, list(BASELINE_ACTIONS)))
+    from smoke.baseline.commands import NotGreen, diff, show, update
+    from smoke.baseline.file import BaselineError
+
+    try:
+        options = parse_baseline(action, rest, f"{prog} {action}")
+        if action == "update":
+            return update(options.folders, options.baseline, options.reason)
+        return diff(options.folders[0], options.baseline) if action == "diff" else show(options.baseline)
+    except (UsageError, BaselineError) as error:
+        return _fail(prog, str(error))
+    except NotGreen as error:
+        return _fail(prog, str(error), RED)
+    except OSError as error:
+        return _fail(prog, f"--baseline {options.baseline}: cannot be written: {error.strerror}")
+
+
 def env(args: Sequence[str], prog: str) -> int:
     """``smoke env``."""
     if args:
@@ -232,6 +260,7 @@ COMMANDS: dict[str, Callable[[Sequence[str], str], int]] = {
     "selftest": selftest,
     "preflight": preflight,
     "replay": replay,
+    "baseline": baseline,
     "env": env,
     "explain": explain,
 }

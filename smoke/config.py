@@ -220,6 +220,10 @@ class RunConfig:
     """Folder of the report; default runs/<UTC>-<precision>-<recompute>. A folder that is not empty is refused."""
     resume: str | None = None
     """Run folder, or checkpoint file, to go on from; options that are not given are those of its run."""
+    baseline: str | None = None
+    """File of recorded runs to hold this one against (smoke baseline update); null for none."""
+    require_baseline: bool = False
+    """End in exit code 6 where the baseline has no entry for this toolchain, device, configuration and data."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model sizes."""
     data: DataConfig = field(default_factory=DataConfig)

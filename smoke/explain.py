@@ -246,6 +246,20 @@ CHECKS: dict[str, Text] = {
         "kernel takes. Some: their query, key and value differ in width or type. The unfused path saves every "
         "probability, in float32 where it can, so recompute frees little there.",
     ),
+    "baseline": Text(
+        proves="The run repeats a reviewed run of the same toolchain, device, configuration and data: it gives the "
+        "same numbers, and costs no more.",
+        measures="With --baseline FILE, the exact loss of every step against the entry that has the run's key (torch, "
+        "Python, smoke, device, CPU flags and threads, hashes of options and batches); tokens a second, peak and held "
+        "memory against those of all recorded runs. Where no entry has the key the check is SKIP and says what "
+        "differs, and with --require-baseline the run ends in exit code 6.",
+        limit="Losses: exact, no step missing or extra, and no NaN. Costs: the prediction interval of the recorded "
+        "runs (one normal run in a thousand is outside), at least 5 % (held memory 0.1 %), only for the worse, and "
+        "only from three recorded runs on.",
+        red="A loss: find the first change of numbers since the entry (smoke baseline diff shows how far it is; from "
+        "step 0 on: initial weights, data or forward; later: gradients or optimizer). Where the change is wanted, "
+        "smoke baseline update, with the reason. A cost: repeat the run on an idle machine first.",
+    ),
 }
 
 

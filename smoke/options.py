@@ -25,6 +25,8 @@ from smoke.config import DEVICES, PRECISIONS, REGIONS, RopeScaling, RunConfig, n
 from smoke.config_file import SECTIONS, UsageError, check_files
 from smoke.precision.recipe import canonical
 
+FLAGS = {"--require-baseline": "--require_baseline=true"}
+"""Options without a value."""
 LISTS = ("--policy.keep_bf16", "--check.skip")
 """Options that hold several words, besides ``--recompute``."""
 GROUPS = tuple(name for name in SECTIONS if "." not in name)
@@ -146,6 +148,40 @@ def parse_matrix(args: Sequence[str], prog: str) -> list[RunConfig]:
 
 
 @dataclasses.dataclass(frozen=True)
+class BaselineOptions:
+    """Arguments of ``baseline update``, ``show`` and ``diff``."""
+
+    folders: tuple[str, ...]
+    baseline: str
+    reason: str
+
+
+def parse_baseline(action: str, args: Sequence[str], prog: str) -> BaselineOptions:
+    """Arguments of one of the three. Raises UsageError."""
+    parser = _bare_parser(prog, BASELINE_ACTIONS[action])
+    if action != "show":
+        parser.usage = f"{prog} RUN_FOLDER{'...' if action == 'update' else ''} [options]"
+        parser.add_argument(
+            "folders", nargs="+" if action == "update" else 1, type=str, help="Folder of a finished run."
+        )
+    parser.add_argument("--baseline", type=str, default="baseline.json", help="The file of recorded runs.")
+    if action == "update":
+        parser.add_argument(
+            "--reason", type=str, default="", help="Why these numbers are right; it goes into the file."
+        )
+    _check_arguments(parser, args)
+    values = parser.parse_args(args)
+    return BaselineOptions(tuple(values.get("folders") or ()), values.baseline, values.get("reason") or "")
+
+
+BASELINE_ACTIONS = {
+    "update": "Record finished runs whose checks are all green: exact losses, and costs with their spread.",
+    "show": "Print what is recorded.",
+    "diff": "Compare a finished run with what is recorded, step by step.",
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class SelftestOptions:
     """Arguments of ``selftest``."""
 
@@ -191,6 +227,7 @@ def _parse(parser: ArgumentParser, args: Sequence[str]) -> dict[str, Any]:
     for action in parser._actions:
         if action.dest in GROUPS:
             action.help = argparse.SUPPRESS
+    args = [FLAGS.get(argument, argument) for argument in args]
     _check_arguments(parser, args)
     try:
         os.getcwd()

@@ -68,6 +68,8 @@ class Plan:
     """Checks that must pass, in the order of the report."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Reason of every check that will not run. A check that is also required makes the run end in exit code 4."""
+    environment: Environment | None = None
+    """The machine that the plan was made for."""
     compared: tuple[str, ...] = ("parameter", "slice", "free")
     """What gradient_parity has to have rows of: whole parameters, their slices, all of them with routing free."""
 
@@ -94,6 +96,7 @@ def resolve(config: RunConfig, environment: Environment) -> Plan:
         impl=impl.value,
         device=device.value,
         numerics=numerics,
+        environment=environment,
         choices=(
             Choice("precision", recipe.name, "asked for"),
             device,

@@ -31,6 +31,7 @@ CHECKS = (
     "determinism",
     "neutrality",
     "attention_backend",
+    "baseline",
 )
 """In the order of the report."""
 
@@ -60,6 +61,8 @@ def required_checks(config: RunConfig, recipe: Recipe) -> tuple[tuple[str, ...],
         reasons["loss_tracking"] = f"needs --steps {LOSS_TRACKING_STEPS} or more, this run has {config.steps}"
     if config.steps < THROUGHPUT_STEPS:
         reasons["throughput"] = f"needs --steps {THROUGHPUT_STEPS} or more (two warm up), this run has {config.steps}"
+    if config.baseline is None:
+        reasons["baseline"] = "no --baseline FILE to hold the run against"
     required = tuple(name for name in CHECKS if name not in reasons)
     reasons |= {name: "--check.skip" for name in config.check.skip if name in required}
     return required, reasons

@@ -96,7 +96,12 @@ OPEN = {
 def problems(config: RunConfig, checks: Sequence[str]) -> list[str]:
     """Every reason for which this request could run nowhere. ``checks`` are the names ``--check.skip`` may hold."""
     found = words_and_ranges(config, checks)
-    return found or [*_attention(config), *_experts(config), *_layers(config), *_regions(config)]
+    return found or [*_attention(config), *_experts(config), *_layers(config), *_regions(config), *_baseline(config)]
+
+
+def _baseline(config: RunConfig) -> Iterator[str]:
+    if config.require_baseline and config.baseline is None:
+        yield "--require-baseline: name the file that is required, with --baseline FILE"
 
 
 def words_and_ranges(config: RunConfig, checks: Sequence[str]) -> list[str]:

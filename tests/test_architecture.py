@@ -22,6 +22,7 @@ LEVELS = (
     ("plan",),
     ("checks",),
     ("report", "verdict"),
+    ("baseline",),
     ("faults",),
     ("run",),
     ("bench",),

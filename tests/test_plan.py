@@ -226,7 +226,7 @@ def test_several_problems_are_named_in_one_line():
 
 
 def test_required_checks_follow_the_request():
-    full = resolve(asked(precision="nvfp4", layout="thd", recompute=("mla_up_proj",)), CPU)
+    full = resolve(asked(precision="nvfp4", layout="thd", recompute=("mla_up_proj",), baseline="b.json"), CPU)
     assert full.required == CHECKS
     assert full.skipped == {}
     bare = resolve(asked(precision="bf16", steps=2), CPU)
@@ -240,6 +240,7 @@ def test_required_checks_follow_the_request():
         "loss_tracking",
         "throughput",
         "weight_freshness",
+        "baseline",
     }
     assert "--steps 10" in bare.skipped["loss_tracking"]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from smoke.checks.attention import attention_backend
+from smoke.checks.baseline import baseline
 from smoke.checks.bits import determinism, recompute_parity
 from smoke.checks.coverage import coverage, preflight
 from smoke.checks.finding import ERROR, FAIL, PASS, SKIP, Check, Finding
@@ -48,6 +49,7 @@ CHECKS: dict[str, Check] = {
         determinism,
         neutrality,
         attention_backend,
+        baseline,
     )
 }
 

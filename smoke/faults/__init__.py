@@ -9,6 +9,7 @@ from __future__ import annotations
 from smoke.config import nearest
 from smoke.faults import (
     attention,
+    baseline,
     conversion,
     data,
     kernels,
@@ -36,6 +37,7 @@ FAULTS: tuple[Fault, ...] = (
     *kernels.FAULTS,
     *saved.FAULTS,
     *attention.FAULTS,
+    *baseline.FAULTS,
 )
 """In the order of ``smoke selftest``."""
 

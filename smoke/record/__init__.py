@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from smoke.record.baseline import BaselineRows, RunMark
 from smoke.record.contracts import AttentionRow, RopeRow, SavedRow
 from smoke.record.ledgers import DtypeRow, FreshnessRow, NeutralRow
 from smoke.record.memory import MemoryRow
@@ -239,5 +240,9 @@ class Record:
     peak_gib: float | None = None
     """Peak device memory (CUDA) or peak resident set of the process (CPU)."""
     held_mib: float | None = None
+    mark: RunMark | None = None
+    """None until there are batches to tell the key by."""
+    baseline: BaselineRows | None = None
+    """None where no baseline was asked for."""
     entropy_floor: float | None = None
     """Known lower bound of the loss in nats a token, where the data source has one."""

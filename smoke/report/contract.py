@@ -17,7 +17,7 @@ from smoke.checks.training import LABELS
 from smoke.config import RunConfig
 from smoke.environment import Environment
 from smoke.plan import Choice, Plan, Refusal
-from smoke.record import Record, plain
+from smoke.record import Record, RunMark, plain
 from smoke.report.exit_code import verdict_and_exit
 
 SCHEMA_VERSION = "1.0"
@@ -59,6 +59,8 @@ class Report:
     plan: tuple[Choice, ...]
     checks: tuple[Finding, ...]
     summary: Summary
+    baseline: RunMark | None = None
+    """What ``smoke baseline update`` records of the run besides its losses; None where training was not finished."""
     artifacts: tuple[str, ...] = ()
     """Files of the run folder."""
 
@@ -101,7 +103,14 @@ def build(
         crashed: the run ended in an exception.
         message: one line on what ended it.
     """
-    verdict, code = verdict_and_exit(findings, plan.required, interrupted_signal=interrupted_signal, crashed=crashed)
+    outside = any(f.name == "baseline" and f.status == SKIP for f in findings) and "baseline" not in plan.skipped
+    verdict, code = verdict_and_exit(
+        findings,
+        [name for name in plan.required if not (outside and name == "baseline")],
+        interrupted_signal=interrupted_signal,
+        crashed=crashed,
+        baseline_missing=outside and plan.config.require_baseline,
+    )
     ended = "interrupted" if interrupted_signal is not None else "crashed" if crashed else ""
     return Report(
         verdict=verdict,
@@ -114,6 +123,7 @@ def build(
         plan=plan.choices,
         checks=(*findings, *_missing(findings, plan.required, ended)),
         summary=summarize(record),
+        baseline=record.mark,
     )
 
 
@@ -180,6 +190,8 @@ def _reasons(report: Report) -> list[str]:
         names = report.with_status(status)
         if names:
             reasons.append(f"{', '.join(names)} {words}")
+    if report.exit_code == 6:
+        reasons.append("no baseline to judge by")
     passed, skipped = len(report.with_status(PASS)), len(report.with_status(SKIP))
     if report.checks:
         reasons.append(f"{passed} of {len(report.checks)} checks passed, {skipped} skipped")

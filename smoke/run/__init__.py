@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from smoke import report as reports
+from smoke.baseline.file import BaselineError
 from smoke.checks import Finding, judge
 from smoke.config import RunConfig
 from smoke.data.sources import DataError
@@ -28,6 +29,7 @@ from smoke.output import printable
 from smoke.plan import USAGE, Plan, Refusal
 from smoke.record import Record
 from smoke.report.folder import disk_refusal
+from smoke.run.baseline import Comparison
 from smoke.run.bundle import Start
 from smoke.run.failures import keep_failures
 from smoke.run.interrupt import Interrupted, interruptible, undisturbed
@@ -47,9 +49,11 @@ BEFORE_TRAINING = (
 
 @dataclass
 class Shared:
-    """What rows of a matrix have in common: twin curves by the part of the configuration that they depend on."""
+    """What rows of a matrix have in common: the process, and twin curves by the options that they depend on."""
 
     curves: dict[Any, Any] = field(default_factory=dict)
+    runs: int = 0
+    """Runs that this process has begun."""
 
 
 @dataclass
@@ -190,7 +194,7 @@ def attempt(
             return Outcome(judge(record, plan))
     except Interrupted as stop:
         return Outcome(interrupted_signal=stop.signal_number, message=f"stopped by {stop}")
-    except DataError as error:
+    except (DataError, BaselineError) as error:
         raise Refusal(USAGE, str(error)) from None
     except Refusal:
         raise
@@ -219,6 +223,8 @@ def _work(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quie
     from smoke.run.train import train
 
     config = plan.config
+    shared.runs += 1
+    comparison = Comparison(plan, alone=shared.runs == 1)
     skipped = set(plan.skipped)
     checkpoint = checkpoint_to_resume(config)
     torch.manual_seed(config.seed)
@@ -249,6 +255,7 @@ def _work(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quie
     if not quiet:
         print(f"training {config.steps} steps" + (f", from {checkpoint}" if checkpoint else ""), flush=True)
     train(folder, session, record, checkpoint)
+    comparison.fill(record, batches)
 
 
 def _add_curves(plan: Plan, batches: list[Any], record: Record, shared: Shared) -> None:

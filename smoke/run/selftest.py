@@ -3,7 +3,8 @@
 Each fault runs in the small configuration with what it changes of it, in this process, one after the other. Before the
 first fault of a configuration comes a run without any, which must be green: what is red afterwards is the fault's
 doing. That run also trains the BF16 twin, whose curves its faults share, so a fault that bends the twin as well is
-compared with a sound one. The order of the faults is kept inside a configuration.
+compared with a sound one. Where the configuration names a baseline, that run is recorded in it, and judged again with
+it. The order of the faults is kept inside a configuration.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import pathlib
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from smoke import report as reports
-from smoke.checks import ERROR, FAIL, PASS, SKIP, Finding
+from smoke.checks import ERROR, FAIL, PASS, SKIP, Finding, judge
 from smoke.config import RunConfig
 from smoke.environment import Environment
 from smoke.faults import Fault, injected, small_config
@@ -22,6 +24,7 @@ from smoke.record import Record
 from smoke.report import SelftestRow
 from smoke.report.exit_code import SIGNAL_BASE
 from smoke.run import Outcome, Shared, attempt
+from smoke.run.baseline import record_baseline
 from smoke.run.interrupt import Interrupted, interruptible
 
 NAME = "selftest.json"
@@ -33,7 +36,7 @@ def run_selftest(
 ) -> int:
     """Show every fault, print the table, write selftest.json, and return the exit code. Raises Refusal."""
     folder = reports.create(RunConfig(out=out), words="selftest")
-    runs = list(_runs(faults, environment, device))
+    runs = list(_runs(faults, environment, device, folder))
     rows: list[SelftestRow] = []
     try:
         with interruptible():
@@ -65,12 +68,14 @@ def _show_all(folder: pathlib.Path, runs: Sequence[Run], environment: Environmen
     return 0
 
 
-def _runs(faults: Sequence[Fault], environment: Environment, device: str) -> Iterator[Run]:
+def _runs(faults: Sequence[Fault], environment: Environment, device: str, folder: pathlib.Path) -> Iterator[Run]:
     """Plan of every run: for each configuration the run without a fault, then its faults."""
     groups: dict[str, list[tuple[Plan, Fault]]] = {}
     for fault in faults:
-        changes = {} if _missing(fault, environment) else fault.changes
-        plan = resolve(small_config(**{"device": device, **changes}), environment)
+        config = small_config(**{"device": device, **({} if _missing(fault, environment) else fault.changes)})
+        if config.baseline is not None:
+            config = replace(config, baseline=str(folder / config.baseline))
+        plan = resolve(config, environment)
         groups.setdefault(repr(plan.config), []).append((plan, fault))
     for group in groups.values():
         yield group[0][0], None
@@ -95,6 +100,9 @@ def _show(
     record = Record()
     if fault is None:
         outcome = attempt(folder, plan, record, shared, True)
+        if plan.config.baseline is not None and record.mark is not None:
+            record_baseline(plan.config.baseline, record, plan)
+            outcome.findings = judge(record, plan)
     else:
         with injected(fault):
             outcome = attempt(folder, plan, record, shared, True)
