@@ -193,8 +193,11 @@ class SelftestOptions:
 
 def parse_selftest(args: Sequence[str], prog: str) -> SelftestOptions:
     """Arguments of ``selftest``. Raises UsageError."""
+    from smoke.faults import FAULTS
+
     parser = _bare_parser(prog, "Inject every known fault into a run of seconds; the right checks must turn red.")
-    parser.add_argument("--only", type=Type(words, "words"), default=(), help="Names of faults separated by commas.")
+    names = f"Names of faults separated by commas, of {', '.join(fault.name for fault in FAULTS)}."
+    parser.add_argument("--only", type=Type(words, "words"), default=(), help=names)
     parser.add_argument("--out", type=str, default=None, help="Folder of selftest.json; default runs/<UTC>-selftest.")
     parser.add_argument("--device", choices=DEVICES, default="auto", help="Where the runs train.")
     _check_arguments(parser, args)
