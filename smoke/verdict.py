@@ -14,7 +14,9 @@ Each callback asks for the checks that it feeds, and callbacks that are not ours
     LossTracker and Finite              finite
     GradientPresence                    gradient_presence
     GradientParity                      gradient_parity, and quantization_engaged where the precision quantizes
-    Coverage                            coverage
+    Coverage, WeightFreshness           coverage, weight_freshness
+    SavedTensors and LossTracker        saved_tensors
+    DtypeLedger and LossTracker         dtype_ledger: BF16 parameters with float32 masters, as in smoke's own runs
     LossTracker and Throughput          throughput
     LossTracker and reference_losses    loss_tracking
 
@@ -31,12 +33,15 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from smoke.callbacks.coverage import Coverage
+from smoke.callbacks.dtype_ledger import DtypeLedger
 from smoke.callbacks.finite import Finite
 from smoke.callbacks.gradient_parity import GradientParity
 from smoke.callbacks.loss_tracker import LossTracker
 from smoke.callbacks.presence import GradientPresence
+from smoke.callbacks.saved_tensors import SavedTensors
 from smoke.callbacks.step_log import merge
 from smoke.callbacks.throughput import Throughput
+from smoke.callbacks.weight_freshness import WeightFreshness
 from smoke.checks import ERROR, PASS, SKIP, Finding
 from smoke.checks import judge as judge_record
 from smoke.config import CheckConfig, ModelConfig, RunConfig, nearest
@@ -50,7 +55,10 @@ NEEDS: dict[str, tuple[type, ...]] = {
     "coverage": (Coverage,),
     "gradient_parity": (GradientParity,),
     "quantization_engaged": (GradientParity,),
+    "weight_freshness": (WeightFreshness,),
     "finite": (Finite, LossTracker),
+    "saved_tensors": (SavedTensors, LossTracker),
+    "dtype_ledger": (DtypeLedger, LossTracker),
     "gradient_presence": (GradientPresence,),
     "loss_tracking": (LossTracker,),
     "throughput": (Throughput, LossTracker),
@@ -138,13 +146,12 @@ def _with_limits(recipe: Recipe, own: Mapping[str, float]) -> Recipe:
 
 
 def collect(callbacks: Iterable[Any]) -> Record:
-    """What the callbacks measured, as a record. Steps that were not timed have NaN for times."""
+    """What the callbacks measured on this rank, as a record. Steps that were not timed have NaN for times."""
     given, record = list(callbacks), Record()
     loss, speed, finite = _find(given, LossTracker), _find(given, Throughput), _find(given, Finite)
     if loss is not None:
         timed = {step.step: step for step in speed.meter.steps} if speed is not None else {}
         record.steps = [merge(sample, timed.get(sample.step)) for sample in loss.samples]
-        record.tokens, record.mean_loss = loss.tokens(), loss.mean_loss()
     if speed is not None:
         record.throughput = speed.summary()
     if finite is not None:
@@ -156,6 +163,12 @@ def collect(callbacks: Iterable[Any]) -> Record:
         record.presence = presence.rows()
     if (coverage := _find(given, Coverage)) is not None:
         record.coverage = list(coverage.rows)
+    if (freshness := _find(given, WeightFreshness)) is not None:
+        record.freshness = list(freshness.rows)
+    if (saved := _find(given, SavedTensors)) is not None:
+        record.saved, record.saved_looked, record.saved_steps = list(saved.rows), saved.looked, saved.steps
+    if (dtypes := _find(given, DtypeLedger)) is not None:
+        record.dtypes, record.dtype_steps = dtypes.rows(), dtypes.steps
     return record
 
 

@@ -11,9 +11,10 @@ agree, and a NaN stays a NaN.
 
 The reference is a callable that must leave the watched module alone; ``smoke.callbacks.twin_reference`` makes one of a
 second instance of the module. It draws from the random states that the watched forward began with, so that dropout
-drops the same elements, and they are restored afterwards.
+drops the same elements, and they are restored afterwards. Under DDP, whose gradients are means over the ranks, the
+reference's are averaged likewise, and every rank keeps the same rows.
 
-Limits: gradients that the strategy shards (FSDP, DeepSpeed) cannot be compared, since no rank has a whole one.
+Limits: a strategy that shards gradients (FSDP, DeepSpeed) is refused, since no rank has a whole one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import lightning
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from smoke.callbacks.common import (
@@ -96,6 +98,14 @@ def _due(step: int, first: int, every: int) -> bool:
     return step >= first and (step - first) % every == 0
 
 
+def _mean_over_ranks(
+    strategy: Any, watched: Mapping[str, Tensor | None], reference: Mapping[str, Tensor | None]
+) -> dict[str, Tensor | None]:
+    """The reference's gradients, averaged as DDP averages the watched ones; an absent one counts as zero."""
+    filled = {name: _filled(reference.get(name), gradient)[0] for name, gradient in watched.items()}
+    return {name: strategy.reduce(gradient.clone(), reduce_op="mean") for name, gradient in filled.items()}
+
+
 class _MicroBatch(NamedTuple):
     """What a forward was given: its batch, the routing tape that it left, the random states that it began with."""
 
@@ -156,6 +166,9 @@ class GradientParity(lightning.Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         refuse_manual_optimization(self, pl_module)
+        if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy):
+            strategy = type(trainer.strategy).__name__
+            raise ValueError(f"GradientParity compares whole gradients: on several ranks it needs DDP, not {strategy}")
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._recording = _due(trainer.global_step, self.first, self.every)
@@ -181,26 +194,28 @@ class GradientParity(lightning.Callback):
             return
         micro_batches, self._micro_batches = self._micro_batches, []
         watched = {name: p.grad for name, p in trainable(pl_module, self._prefix)}
-        step, divisor, start = trainer.global_step, trainer.accumulate_grad_batches, time.perf_counter()
-        self._compare(watched, step, "replayed", micro_batches, divisor)
+        step, start = trainer.global_step, time.perf_counter()
+        self._compare(trainer, watched, step, "replayed", micro_batches)
         if self._recorder is not None and (step == self.first or self._free_every_time):
-            self._compare(watched, step, "free", [each._replace(tape=None) for each in micro_batches], divisor)
+            self._compare(trainer, watched, step, "free", [each._replace(tape=None) for each in micro_batches])
         self.times_ms[step] = (time.perf_counter() - start) * 1e3
 
     def _compare(
         self,
+        trainer: Any,
         watched: Mapping[str, Tensor | None],
         step: int,
         routing: str,
         micro_batches: list[_MicroBatch],
-        divisor: int,
     ) -> None:
-        reference = self._mean_reference(micro_batches, divisor)
+        reference = self._mean_reference(micro_batches, trainer.accumulate_grad_batches)
         if reference and not reference.keys() & watched.keys():
             raise ValueError(
                 f"the reference knows no parameter of the watched module: it names {next(iter(reference))}, the module "
                 f"{next(iter(watched), 'none')}; see GradientParity(prefix=)"
             )
+        if trainer.world_size > 1:
+            reference = _mean_over_ranks(trainer.strategy, watched, reference)
         self.rows += compare_gradients(
             watched, reference, step=step, routing=routing, slices=self._slices, quantized=self._quantized
         )

@@ -60,6 +60,17 @@ class Toy(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Saver(lightning.Callback):
+    """Writes a checkpoint after the second step."""
+
+    def __init__(self, path):
+        self._path = path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self._path)
+
+
 def make_batches(count: int) -> list[dict[str, Tensor]]:
     """Batches of 2 x 5 tokens, of which one label each row, and one more in odd batches, is ignored."""
     generator = torch.Generator().manual_seed(1)

@@ -3,10 +3,9 @@
 import subprocess
 import sys
 
-import lightning
 import pytest
 import torch
-from callback_toys import Toy, fit, make_batches
+from callback_toys import Saver, Toy, fit, make_batches
 
 import smoke.callbacks
 from smoke.callbacks import Coverage, Finite, GradientParity, GradientPresence, LossTracker, StepLog, Throughput
@@ -18,17 +17,6 @@ class _Recorder:
 
     def stop(self):
         return "tape"
-
-
-class _Saver(lightning.Callback):
-    """Writes a checkpoint after the second step."""
-
-    def __init__(self, path):
-        self._path = path
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step == 2:
-            trainer.save_checkpoint(self._path)
 
 
 def _callbacks(module, rows):
@@ -69,7 +57,7 @@ def test_callbacks_change_no_bit(options):
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")  # the batches here start again
 def test_state_goes_through_a_checkpoint(tmp_path):
     module, rows = Toy(), []
-    fit(module, make_batches(4), [*_callbacks(module, rows), _Saver(tmp_path / "a.ckpt")], max_steps=2)
+    fit(module, make_batches(4), [*_callbacks(module, rows), Saver(tmp_path / "a.ckpt")], max_steps=2)
     resumed, more = Toy(), []
     callbacks = _callbacks(resumed, more)
     fit(resumed, make_batches(4), callbacks, ckpt_path=tmp_path / "a.ckpt")

@@ -10,7 +10,7 @@ import warnings
 import lightning
 import pytest
 import torch
-from callback_toys import Batches, Toy, fit, make_batches
+from callback_toys import Batches, Saver, Toy, fit, make_batches
 
 from smoke.callbacks import (
     Coverage,
@@ -23,17 +23,6 @@ from smoke.callbacks import (
     twin_reference,
 )
 from smoke.verdict import Verdict, judge
-
-
-class Saver(lightning.Callback):
-    """Writes a checkpoint after the second step."""
-
-    def __init__(self, path):
-        self._path = path
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step == 2:
-            trainer.save_checkpoint(self._path)
 
 
 class Validated(Toy):
