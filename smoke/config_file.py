@@ -30,6 +30,7 @@ from smoke.config import (
     TrainerConfig,
     nearest,
 )
+from smoke.output import printable
 
 SECTIONS = {
     "model": ModelConfig,
@@ -50,7 +51,10 @@ MOST_BYTES, MOST_VALUES = 1 << 20, 10_000
 
 
 class UsageError(Exception):
-    """The command line or a file it names is wrong; the message is one line."""
+    """The command line or a file it names is wrong; the message is one line, whatever was typed."""
+
+    def __init__(self, message: str):
+        super().__init__(printable(message))
 
 
 def check_files(args: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from smoke import __version__, defects, rules, shapes
 from smoke.config import RunConfig
 from smoke.data.sources import DataError, preflight
 from smoke.environment import Environment
+from smoke.output import printable
 from smoke.precision.policy import PolicyError, last_layers, plan_leaves
 from smoke.precision.recipe import RECIPES, Recipe, canonical
 from smoke.requirements import CHECKS, least_memory, required_checks
@@ -31,8 +32,8 @@ class Refusal(Exception):
     """The request will not be run. ``message`` is one line that names what to change."""
 
     def __init__(self, exit_code: int, message: str):
-        super().__init__(message)
-        self.exit_code, self.message = exit_code, message
+        self.exit_code, self.message = exit_code, printable(message)
+        super().__init__(self.message)
 
     @property
     def verdict(self) -> str:

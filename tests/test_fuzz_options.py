@@ -109,6 +109,8 @@ def outcome(parse: Callable[..., Any], args: list[str]) -> Any:
 @given(st.lists(ARGUMENTS, max_size=4).map(lambda groups: sum(groups, [])))
 @example(["--seed", "9" * 5000])
 @example(["--policy.keep_bf16", "[" * 3000])
+@example(["--\n"])
+@example(["--seed", "1\n2"])
 def test_any_command_line_is_options_or_one_line(args):
     if {"--help", "-h", "--print_config"} & {argument.partition("=")[0] for argument in args}:
         return
@@ -214,4 +216,4 @@ def test_what_is_no_regular_file_is_not_read(tmp_path):
     large = tmp_path / "large.yaml"
     large.write_bytes(b"#" * (1 << 21))
     assert "more than 1,048,576 bytes" in outcome(parse_run, [f"--config={large}"])
-    assert "--config a\x00b" in outcome(parse_run, ["--config", "a\x00b"])
+    assert "--config a\\x00b" in outcome(parse_run, ["--config", "a\x00b"])

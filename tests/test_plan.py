@@ -326,3 +326,8 @@ def test_the_gemms_on_paper_are_those_of_the_model(changes):
     paper = {n: (g.inputs.value, g.outputs.value, g.copies, g.absorbed) for n, g in shapes.gemms(config).items()}
     assert paper == built
     assert shapes.parameter_count(config) == sum(p.numel() for p in model.parameters())
+
+
+def test_a_refusal_is_one_line_whatever_was_asked():
+    refused = refusal(data__source="text:a\nb\x1b[31m")
+    assert "text:a\\nb\\x1b[31m" in refused.message
