@@ -18,11 +18,13 @@ import torch
 from small_runs import ROOT, finding, red, small_config
 
 from smoke import cli, faults
+from smoke.checks.finding import failed
 from smoke.config import CheckConfig, DataConfig, PolicyConfig, RunConfig
 from smoke.environment import detect
 from smoke.plan import resolve
 from smoke.requirements import CHECKS
 from smoke.run.bundle import bundle_config
+from smoke.run.locate import LOCATORS
 
 BITWISE = CheckConfig(skip=tuple(name for name in CHECKS if name != "recompute_parity"))
 GRADIENTS = CheckConfig(gradient_parity_every=1, skip=tuple(name for name in CHECKS if name != "gradient_parity"))
@@ -294,6 +296,42 @@ def test_no_code_of_a_bundle_runs(bundle, tmp_path, capsys):
     assert not (tmp_path / "ran").exists()
     torch.load(bundle / "tensors.pt", weights_only=False)
     assert (tmp_path / "ran").exists()  # it would have run
+
+
+def _keep(folder: pathlib.Path, name: str) -> Any:
+    from smoke.run import Outcome
+    from smoke.run.failures import keep_failures
+
+    environment = detect()
+    outcome = Outcome([failed(name, "1 of 2", "0", "step 0 weight model.embedding.weight", "one bit")])
+    keep_failures(folder, resolve(small_config(), environment), environment, outcome)
+    return outcome
+
+
+def test_a_bundle_that_cannot_be_written_is_one_line_and_costs_nothing(tmp_path, capsys):
+    (tmp_path / "bundle").write_text("in the way")
+    outcome = _keep(tmp_path, "quantizer")
+    assert [one.detail for one in outcome.findings] == ["one bit"]
+    assert outcome.interrupted_signal is None
+    assert capsys.readouterr().err == f"smoke: {tmp_path / 'bundle'}: cannot be written: File exists\n"
+
+
+def test_a_crash_while_locating_costs_no_finding(tmp_path, capsys, monkeypatch):
+    def crash(*_: Any) -> Any:
+        raise RuntimeError("boom")
+
+    monkeypatch.setitem(LOCATORS, "recompute_parity", crash)
+    outcome = _keep(tmp_path, "recompute_parity")
+    assert [(one.name, one.detail) for one in outcome.findings] == [("recompute_parity", "one bit")]
+    errors = capsys.readouterr().err
+    assert "RuntimeError: boom" in errors
+    assert "could not be located" in errors
+
+
+def test_a_difference_that_does_not_come_again_leaves_the_finding_as_it_is(tmp_path):
+    outcome = _keep(tmp_path, "recompute_parity")
+    assert outcome.findings[0].detail == "one bit"
+    assert _facts(tmp_path / "bundle")["failures"][0]["departures"] == []
 
 
 @pytest.mark.parametrize("args", [[], ["a", "b"]])
