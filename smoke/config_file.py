@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -144,3 +145,34 @@ def _check_keys(values: Any, owner: type, file: str, path: str = "") -> None:
             _check_keys(value, group, file, f"{path}{key}.")
         elif value is None:
             raise UsageError(f"--config {file}: {path}{key} is null; give it a value, or leave it out for its default")
+
+
+TYPE_NAMES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "tuple": "a list of words",
+    "str": "text",
+    "RopeScaling": "a mapping of its options",
+    "NoneType": "null",
+}
+
+
+def one_line(message: str) -> str:
+    """jsonargparse's message as one line that begins with the option."""
+    text = " ".join(message.split()).removeprefix("argument ")
+    key = re.match(r'Parser key "([^"]+)": ', text)
+    if not key:
+        return text
+    inner = re.search(r"--(\w+): (must be .*?, got .*?) - ", text)  # of a nested parser, which came through here before
+    if inner:
+        return f"--{key[1]}.{inner[1]}: {inner[2]}"
+    union = re.search(r"Union subtypes Subtypes: \[(.*?)\] .*?Given value: ?(.*)", text)
+    if union:
+        kinds = re.findall(r"<class '(?:\w+\.)*(\w+)'>", union[1])
+        legal = " or ".join(TYPE_NAMES.get(kind, kind) for kind in kinds)
+        return f"--{key[1]}: must be {legal}, got {union[2] or 'nothing'}"
+    wrong = re.search(r"Expected an? <class '(?:\w+\.)*(\w+)'>\. Got value: ?(.*)", text)
+    if wrong:
+        return f"--{key[1]}: must be {TYPE_NAMES.get(wrong[1], wrong[1])}, got {wrong[2] or 'nothing'}"
+    return f"--{key[1]}: {text[key.end() :]}"

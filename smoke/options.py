@@ -14,7 +14,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from smoke.config import DEVICES, PRECISIONS, REGIONS, RopeScaling, RunConfig, nearest
-from smoke.config_file import SECTIONS, UsageError, check_files
+from smoke.config_file import SECTIONS, UsageError, check_files, one_line
 from smoke.precision.recipe import canonical
 
 FLAGS = {"--require-baseline": "--require_baseline=true"}
@@ -209,7 +208,7 @@ class _Parser(ArgumentParser):
     """Mistakes become UsageError."""
 
     def error(self, message: str, ex: Exception | None = None):
-        raise UsageError(_one_line(message)) from ex
+        raise UsageError(one_line(message)) from ex
 
 
 def _bare_parser(prog: str, description: str) -> ArgumentParser:
@@ -270,34 +269,3 @@ def _check_arguments(parser: ArgumentParser, args: Sequence[str]) -> None:
             raise UsageError(f"{option}: name one of its options, as in {option}.NAME, or use --config FILE")
         if option not in known:
             raise UsageError(f"{option}: no such option; the nearest is {nearest(option, known)}")
-
-
-TYPE_NAMES = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "tuple": "a list of words",
-    "str": "text",
-    "RopeScaling": "a mapping of its options",
-    "NoneType": "null",
-}
-
-
-def _one_line(message: str) -> str:
-    """jsonargparse's message as one line that begins with the option."""
-    text = " ".join(message.split()).removeprefix("argument ")
-    key = re.match(r'Parser key "([^"]+)": ', text)
-    if not key:
-        return text
-    inner = re.search(r"--(\w+): (must be .*?, got .*?) - ", text)  # of a nested parser, which came through here before
-    if inner:
-        return f"--{key[1]}.{inner[1]}: {inner[2]}"
-    union = re.search(r"Union subtypes Subtypes: \[(.*?)\] .*?Given value: ?(.*)", text)
-    if union:
-        kinds = re.findall(r"<class '(?:\w+\.)*(\w+)'>", union[1])
-        legal = " or ".join(TYPE_NAMES.get(kind, kind) for kind in kinds)
-        return f"--{key[1]}: must be {legal}, got {union[2] or 'nothing'}"
-    wrong = re.search(r"Expected an? <class '(?:\w+\.)*(\w+)'>\. Got value: ?(.*)", text)
-    if wrong:
-        return f"--{key[1]}: must be {TYPE_NAMES.get(wrong[1], wrong[1])}, got {wrong[2] or 'nothing'}"
-    return f"--{key[1]}: {text[key.end() :]}"
