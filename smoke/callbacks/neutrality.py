@@ -33,17 +33,26 @@ MOST_ROWS = 8
 """Changes kept of one hook; eval mode changes a flag of every module."""
 
 
+class Subjects:
+    """Modules, parameters and buffers of a module: a walk of its tree, done once a step."""
+
+    def __init__(self, module: nn.Module):
+        self.modules, self.parameters = list(module.modules()), list(module.parameters())
+        self.buffers = list(module.buffers())
+
+
 class Fingerprint:
     """What a step reads and changes, at one moment."""
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, of: Subjects):
         self.parts: dict[str, Any] = dict(_random_states())
         self.parts["grad mode"] = torch.is_grad_enabled()
         self.parts["deterministic algorithms"] = torch.are_deterministic_algorithms_enabled()
-        self.flags = [m.training for m in module.modules()]
-        self.tensors = [(p._version, p.requires_grad) for p in module.parameters()]
-        self.gradients = [None if p.grad is None else (id(p.grad), p.grad._version) for p in module.parameters()]
-        self.buffers = [(b._version, b.detach().clone()) for b in module.buffers()]
+        self.flags = [m.training for m in of.modules]
+        self.tensors = [(p._version, p.requires_grad) for p in of.parameters]
+        gradients = [p.grad for p in of.parameters]
+        self.gradients = [None if grad is None else (id(grad), grad._version) for grad in gradients]
+        self.buffers = [(b._version, b.detach().clone()) for b in of.buffers]
 
     def changes(self, after: Fingerprint, module: nn.Module) -> Iterator[str]:
         """Names of what differs; they are looked up only where something does."""
@@ -54,18 +63,12 @@ class Fingerprint:
             ("gradient of", self.gradients, after.gradients, (name for name, _ in module.named_parameters())),
         ):
             if before != now:
-                yield from _different(what, before, now, list(names))
-        pairs = zip(module.named_buffers(), self.buffers, after.buffers, strict=True)
-        for (name, _), (version, value), (later_version, later_value) in pairs:
+                places = zip(names, before, now, strict=False)
+                yield from (f"{what} {name or 'the module'}" for name, a, b in places if a != b)
+        pairs = enumerate(zip(self.buffers, after.buffers, strict=True))
+        for number, ((version, value), (later_version, later_value)) in pairs:
             if version != later_version or not _same(value, later_value):
-                yield f"buffer {name}"
-
-
-def _different(what: str, before: Sequence[Any], now: Sequence[Any], names: Sequence[str]) -> Iterator[str]:
-    if len(before) != len(now):
-        yield f"number of modules or parameters ({what})"
-        return
-    yield from (f"{what} {n or 'the module'}" for n, a, b in zip(names, before, now, strict=True) if a != b)
+                yield f"buffer {list(dict(module.named_buffers()))[number]}"
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -123,6 +126,7 @@ class Neutrality(_Hooks):
         self.losses: dict[int, str] = {}
         """Of each step: the sum over its micro-batches of what backward started from, as the float's exact hex."""
         self.closing = NeutralityClosing(self)
+        self._subjects: Subjects | None = None
         self._before: Fingerprint | None = None
         self._step = 0
         self._shares: list[Tensor] = []
@@ -139,13 +143,15 @@ class Neutrality(_Hooks):
     def _at(self, hook: str, trainer: Any, pl_module: Any, *rest: Any) -> None:
         if hook != "on_train_batch_end":  # there the step is already counted
             self._step = trainer.global_step
-        self._before = Fingerprint(pl_module)
+        if self._subjects is None or hook.endswith("_start"):
+            self._subjects = Subjects(pl_module)
+        self._before = Fingerprint(self._subjects)
 
     def compare(self, hook: str, pl_module: nn.Module) -> None:
         """The hook is over: what changed since it began?"""
         before, self._before = self._before, None
-        if before is not None:
-            changes = list(before.changes(Fingerprint(pl_module), pl_module))
+        if before is not None and self._subjects is not None:
+            changes = list(before.changes(Fingerprint(self._subjects), pl_module))
             self.rows += [NeutralRow(step=self._step, hook=hook, name=name) for name in changes[:MOST_ROWS]]
             self.looks[hook] = self.looks.get(hook, 0) + 1
 

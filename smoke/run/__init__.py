@@ -216,6 +216,7 @@ def _work(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quie
     import torch
 
     from smoke.run import forms, measure
+    from smoke.run.neutral import watched_losses
     from smoke.run.resume import checkpoint_to_resume
     from smoke.run.rope import rope_rows
     from smoke.run.session import build, load_data
@@ -252,9 +253,15 @@ def _work(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quie
             _add_curves(plan, batches, record, shared)
     if start is not None and skipped.issuperset(name for name in plan.required if name not in BEFORE_TRAINING):
         return
+    watched: tuple[str, ...] = ()
+    if plan.device != "cpu" and "neutrality" not in skipped:
+        with _stage("first steps with callbacks, deterministic", quiet):
+            watched = watched_losses(session, min(config.steps, len(record.unwatched_losses)))
     if not quiet:
         print(f"training {config.steps} steps" + (f", from {checkpoint}" if checkpoint else ""), flush=True)
     train(folder, session, record, checkpoint)
+    if watched:
+        record.watched_losses = watched
     comparison.fill(record, batches)
 
 

@@ -107,12 +107,6 @@ def test_another_tensor_for_a_gradient_is_named():
     assert [row.name for row in rows] == ["gradient of inner.weight"]
 
 
-def test_a_new_module_is_named():
-    rows = _train(_meddler("on_train_start", lambda module: module.add_module("extra", torch.nn.ReLU()))).rows
-    assert len(rows) == 1
-    assert "number of modules" in rows[0].name
-
-
 def test_half_a_bracket_is_refused():
     neutrality = Neutrality()
     with pytest.raises(ValueError, match="half a bracket"):
