@@ -56,6 +56,20 @@ def live_specs(model: nn.Module) -> dict[tuple[str, Spec], str]:
     return found
 
 
+def state_slices(model: nn.Module) -> dict[str, list[tuple[str, int, int]]]:
+    """Rows of the delayed-scaling buffers, by buffer name: which operand of which leaf each row belongs to."""
+    forward: list[tuple[str, int, int]] = []
+    backward: list[tuple[str, int, int]] = []
+    for name, leaf in leaves_of(model).items():
+        if isinstance(leaf, CONVERTED):
+            for one in leaf.quantizers if isinstance(leaf.quantizers, list) else [leaf.quantizers]:
+                rows = ((forward, "x", 2 * one.slot), (forward, "w", 2 * one.slot + 1), (backward, "dy", one.slot))
+                for found, role, row in rows:
+                    found.append((f"{role} of {name}", row, row + 1))
+    states = (("quantizer_forward", forward), ("quantizer_backward", backward))
+    return {f"{state}.{buffer}": rows for state, rows in states for buffer in ("amax_history", "scale")}
+
+
 class EmulatedPrecision(plugins.Precision):
     """Precision plug-in of the emulation backend (and of plain bf16).
 

@@ -16,7 +16,7 @@ from smoke.kernels.quantize.known import known_answers, mismatches
 from smoke.model.ledger import Ledger
 from smoke.model.recompute import DISCARDING, SavedTensorError
 from smoke.module import IGNORED_LABEL, Batch
-from smoke.precision.plugin import leaves_of, live_specs
+from smoke.precision.plugin import leaves_of, live_specs, state_slices
 from smoke.record import BitRow, MemoryRow, PreflightRow, QuantizerRow
 from smoke.run.session import Session
 from smoke.trajectories import Snapshot, Trajectory, compare, deterministic, follow
@@ -32,6 +32,7 @@ def parity(session: Session) -> tuple[list[BitRow], list[MemoryRow], float | Non
     optimizer = session.optimizer()
     snapshot = Snapshot.take(session.module, optimizer)
     slices = {f"model.{name}": parts for name, parts in session.model.gradient_slices().items()}
+    slices |= state_slices(session.model)
 
     def trajectory(*, recompute: bool) -> tuple[Trajectory, MemoryCount]:
         session.recompute.active = recompute

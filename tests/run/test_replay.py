@@ -128,6 +128,14 @@ def test_a_failure_without_a_fault_is_located_at_the_first_quantized_module(misc
     assert _facts(misconfigured / "bundle")["fault"] == ""
 
 
+def test_a_difference_in_the_quantizers_state_names_the_leaf(tmp_path):
+    """The replay of the first layer's query up-projection recorded its amax a second time."""
+    check = CheckConfig(skip=BITWISE.skip, bundle=False)
+    config = small_config(precision="fp8-delayed", check=check, steps=1, out=str(tmp_path / "run"))
+    found = finding(_execute(config, "amax-counted-twice"), "recompute_parity")
+    assert "amax_history[x of layers.0.self_attention.linear_q_up_proj]" in found["where"]
+
+
 def test_the_tensors_that_depart_are_kept_on_both_sides(faulty):
     observed = torch.load(faulty / "bundle" / "tensors.pt", weights_only=True)["observed"]
     left, right = (observed[f"recompute_parity.replay.{side}"] for side in ("left", "right"))
