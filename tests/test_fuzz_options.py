@@ -27,7 +27,7 @@ from smoke.preflight import examine
 
 FEW = settings(
     derandomize=True,
-    max_examples=15,
+    max_examples=8,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -117,7 +117,7 @@ def test_any_command_line_is_options_or_one_line(args):
     assert isinstance(outcome(parse_run, args), RunConfig | str)
 
 
-@settings(FEW, max_examples=5)
+@settings(FEW, max_examples=3)
 @given(st.lists(st.tuples(st.sampled_from(["--precision", "--recompute"]), VALUES), max_size=3))
 def test_any_lists_of_a_matrix_are_rows_or_one_line(pairs):
     assert isinstance(outcome(parse_matrix, [word for pair in pairs for word in pair]), list | str)
@@ -169,7 +169,7 @@ NUMERIC = [option for option in OPTIONS if type(operator.attrgetter(option)(RunC
 SIZES = st.one_of(st.integers(-2, 300), st.sampled_from([2**20, 2**40, 2**41, 10**30]))
 
 
-@settings(FEW, max_examples=60)
+@settings(FEW, max_examples=40)
 @given(st.sampled_from(PRECISIONS), st.sets(st.sampled_from(REGIONS)), st.dictionaries(st.sampled_from(NUMERIC), SIZES))
 def test_any_numbers_are_a_plan_or_a_refusal_of_one_line(precision, regions, numbers):
     """Whole numbers also where a fraction is meant: the rules must hold before anything is computed from them."""

@@ -21,7 +21,7 @@ from smoke.data import sources
 from smoke.data.sources import MOST_CHARACTERS, DataError, documents
 
 FEW = settings(
-    derandomize=True, max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    derandomize=True, max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 LINES = b'{"text": "one", "n": 1}\n{"text": "two"}\n{"n": [], "text": null}\n' * 3
 
