@@ -246,6 +246,26 @@ CHECKS: dict[str, Text] = {
         "kernel takes. Some: their query, key and value differ in width or type. The unfused path saves every "
         "probability, in float32 where it can, so recompute frees little there.",
     ),
+    "accumulation_parity": Text(
+        proves="Several micro-batches make the same optimizer step as one batch that holds them all, however "
+        "unevenly their labels are spread.",
+        measures="Lightning accumulates three micro-batches (every label, half of them, a quarter) from the live "
+        "weights in float64, and then takes one batch of the same sequences; loss and every gradient are "
+        "compared.",
+        limit="1e-9 relative, in float64: only the order of additions differs.",
+        red="Every gradient red, the loss green: the gradient of a micro-batch is dropped, or cleared too early. "
+        "Loss red too: micro-batches are averaged without regard to their labels.",
+    ),
+    "resume_parity": Text(
+        proves="A run that is stopped and resumed, once or twice, is the run that never stopped, to the last bit.",
+        measures="Fresh sessions go on from the watched run's first checkpoint, a step each; their checkpoints are "
+        "compared with the watched run's: weights, masters, moments, amax histories, router counters, "
+        "random states, data position, callbacks. Times are left out.",
+        limit="Exact: zero differing values.",
+        red="The row names the resume, the step and the first value. Only a callback: it lost, or counted twice, "
+        "what it had gathered. Weights too: a state that decides the numbers is not in the checkpoint; "
+        "RandomStates or loops red beside them say which.",
+    ),
     "baseline": Text(
         proves="The run repeats a reviewed run of the same toolchain, device, configuration and data: it gives the "
         "same numbers, and costs no more.",

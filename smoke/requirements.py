@@ -31,6 +31,8 @@ CHECKS = (
     "determinism",
     "neutrality",
     "attention_backend",
+    "accumulation_parity",
+    "resume_parity",
     "baseline",
 )
 """In the order of the report."""
@@ -39,6 +41,9 @@ LOSS_TRACKING_STEPS = 10
 """loss_tracking compares the first five losses with the last five."""
 THROUGHPUT_STEPS = 4
 """Two steps warm up, and one measured step would have no spread."""
+
+RESUME_STEPS = 3
+"""One step before the first resume, and one behind each of the two."""
 
 
 def required_checks(config: RunConfig, recipe: Recipe) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -61,6 +66,8 @@ def required_checks(config: RunConfig, recipe: Recipe) -> tuple[tuple[str, ...],
         reasons["loss_tracking"] = f"needs --steps {LOSS_TRACKING_STEPS} or more, this run has {config.steps}"
     if config.steps < THROUGHPUT_STEPS:
         reasons["throughput"] = f"needs --steps {THROUGHPUT_STEPS} or more (two warm up), this run has {config.steps}"
+    if config.steps < RESUME_STEPS:
+        reasons["resume_parity"] = f"needs --steps {RESUME_STEPS} or more, this run has {config.steps}"
     if config.baseline is None:
         reasons["baseline"] = "no --baseline FILE to hold the run against"
     required = tuple(name for name in CHECKS if name not in reasons)

@@ -240,6 +240,7 @@ def test_required_checks_follow_the_request():
         "loss_tracking",
         "throughput",
         "weight_freshness",
+        "resume_parity",
         "baseline",
     }
     assert "--steps 10" in bare.skipped["loss_tracking"]

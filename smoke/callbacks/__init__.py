@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from smoke.callbacks.dtype_ledger import DtypeLedger
     from smoke.callbacks.finite import Finite
     from smoke.callbacks.gradient_parity import GradientParity
+    from smoke.callbacks.loss_sum import LossSum
     from smoke.callbacks.loss_tracker import LossTracker
     from smoke.callbacks.neutrality import Neutrality
     from smoke.callbacks.presence import GradientPresence
@@ -34,6 +35,7 @@ __all__ = [
     "GemmCounter",
     "GradientParity",
     "GradientPresence",
+    "LossSum",
     "LossTracker",
     "RandomStates",
     "SavedTensors",
@@ -53,6 +55,7 @@ _HOMES = {
     "GemmCounter": "coverage",
     "GradientParity": "gradient_parity",
     "GradientPresence": "presence",
+    "LossSum": "loss_sum",
     "LossTracker": "loss_tracker",
     "RandomStates": "checkpoints",
     "SavedTensors": "saved_tensors",

@@ -6,7 +6,9 @@ rows when the last step is done, or when training breaks off.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import lightning
@@ -38,7 +40,10 @@ class AttentionBackend(lightning.Callback):
         self.rows = self._all()
 
     def _all(self) -> list[AttentionRow]:
-        return [*self._before, *self._read()]
+        calls: Counter[AttentionRow] = Counter()
+        for row in (*self._before, *self._read()):
+            calls[replace(row, calls=0)] += row.calls
+        return [replace(row, calls=count) for row, count in calls.items()]
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": rows_to_state(self._all())}

@@ -20,6 +20,7 @@ from smoke.checks.gradients import gradient_parity, gradient_presence, quantizat
 from smoke.checks.ledgers import dtype_ledger, neutrality, weight_freshness
 from smoke.checks.rope import rope_contract
 from smoke.checks.saved import saved_tensors
+from smoke.checks.steps import accumulation_parity, resume_parity
 from smoke.checks.training import loss_tracking, memory, throughput
 from smoke.checks.values import absorbed_parity, finite, packed_parity, quantizer
 from smoke.record import Record
@@ -49,6 +50,8 @@ CHECKS: dict[str, Check] = {
         determinism,
         neutrality,
         attention_backend,
+        accumulation_parity,
+        resume_parity,
         baseline,
     )
 }

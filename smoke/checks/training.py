@@ -13,6 +13,8 @@ WARM_STEPS = 5
 """Steps before the gap to the twin counts, and steps at each end whose mean must fall."""
 FLOOR_FACTOR = 3
 """How many times the BF16 noise floor the gap may be."""
+SUM_ERROR_MAX = 1e-4
+"""Relative: float32 cross entropy against float64, over some thousand labels."""
 LABELS = {"emulated": "emulation", "mixed": "emulation", "native": "native", "bf16": "bf16"}
 
 
@@ -45,6 +47,8 @@ def _curve_problem(record: Record) -> str:
     lengths = {len(curves.run), len(curves.twin), *map(len, curves.perturbed)}
     if len(lengths) > 1:
         return f"curves of different lengths: {sorted(lengths)}"
+    if record.loss_sums is not None and len(record.loss_sums) != len(curves.run):
+        return f"{len(record.loss_sums)} losses from sums, {len(curves.run)} steps"
     if len(curves.run) <= WARM_STEPS:
         return f"{len(curves.run)} steps, more than {WARM_STEPS} needed"
     if not all(math.isfinite(loss) for curve in (curves.twin, *curves.perturbed) for loss in curve):
@@ -62,6 +66,9 @@ def _loss_problem(record: Record, plan: Any, gap: float, allowed: float, first: 
             return "the loss is not finite", f"step {step}"
         if loss != record.steps[step].loss or float.fromhex(record.steps[step].loss_hex) != loss:
             return "the logged loss is not the curve's", f"step {step}"
+    for step, (loss, again) in enumerate(zip(curves.run, record.loss_sums or (), strict=False)):
+        if not abs(loss - again) <= SUM_ERROR_MAX * max(1.0, abs(again)):
+            return f"the logged loss is {loss:.6g}, its sums give {again:.6g}", f"step {step}"
     if not gap <= allowed:
         late = range(WARM_STEPS, len(curves.run))
         widest = max(late, key=lambda step: abs(curves.run[step] - curves.twin[step]))

@@ -18,6 +18,7 @@ from smoke.faults import (
     replay,
     rope,
     saved,
+    steps,
     timing,
     watchers,
 )
@@ -37,6 +38,7 @@ FAULTS: tuple[Fault, ...] = (
     *kernels.FAULTS,
     *saved.FAULTS,
     *attention.FAULTS,
+    *steps.FAULTS,
     *baseline.FAULTS,
 )
 """In the order of ``smoke selftest``."""

@@ -230,6 +230,8 @@ class Record:
     """The same steps from the same state without any callback."""
     memory: list[MemoryRow] = field(default_factory=list)
     curves: LossCurves = field(default_factory=LossCurves)
+    loss_sums: tuple[float, ...] | None = None
+    """The run's losses from their sums; None where nothing takes them."""
     throughput: ThroughputSummary | None = None
     comparison_ms: dict[int, float] = field(default_factory=dict)
     """By step, what its gradient comparison took by a clock of its own: work that no step time may hold."""

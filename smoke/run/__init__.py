@@ -43,6 +43,7 @@ BEFORE_TRAINING = (
     "rope_contract",
     "memory",
     "determinism",
+    "accumulation_parity",
 )
 """Checks that can be judged although training broke off."""
 
@@ -216,6 +217,7 @@ def _work(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quie
     import torch
 
     from smoke.run import forms, measure
+    from smoke.run.accumulate import accumulation_rows
     from smoke.run.neutral import watched_losses
     from smoke.run.resume import checkpoint_to_resume
     from smoke.run.rope import rope_rows
@@ -245,6 +247,8 @@ def _work(folder: pathlib.Path, plan: Plan, record: Record, shared: Shared, quie
             record.twins += forms.absorbed_twins(session)
         if "packed_parity" not in skipped:
             record.twins += forms.packed_twins(session)
+    if "accumulation_parity" not in skipped:
+        record.accumulation = accumulation_rows(session)
     if not {"recompute_parity", "determinism", "memory", "neutrality"} <= skipped:
         with _stage(f"trajectories of {config.check.parity_steps} steps, compared bit by bit", quiet):
             record.bits, record.memory, record.held_mib, record.unwatched_losses = measure.parity(session)

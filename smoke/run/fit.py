@@ -23,6 +23,7 @@ from smoke.callbacks import (
     Finite,
     GradientParity,
     GradientPresence,
+    LossSum,
     LossTracker,
     Neutrality,
     RandomStates,
@@ -40,6 +41,7 @@ from smoke.record import Record, StepRow
 from smoke.run import resume
 from smoke.run.attention import attention_rows, forget_kernels
 from smoke.run.idle import Idle
+from smoke.run.loss_sum import attach_sums, combine_sums
 from smoke.run.session import Session
 from smoke.trajectories import random_states, set_random_states
 
@@ -67,6 +69,7 @@ class Watch:
     """The callbacks of one run; ``collect`` moves what they hold into the record at any time."""
 
     loss: LossTracker
+    loss_sum: LossSum
     throughput: Throughput
     coverage: Coverage
     gradients: GradientParity
@@ -83,6 +86,7 @@ class Watch:
     def callbacks(self) -> list[lightning.Callback]:
         inner = [
             self.loss,
+            self.loss_sum,
             self.gradients,
             self.finite,
             self.presence,
@@ -106,6 +110,7 @@ class Watch:
         record.attention = list(self.attention.rows)
         record.neutral, record.neutral_looks = list(self.neutral.rows), dict(self.neutral.looks)
         record.watched_losses = tuple(self.neutral.losses[step] for step in sorted(self.neutral.losses))
+        record.loss_sums = tuple(self.loss_sum.losses)
         record.tokens, record.mean_loss = self.loss.tokens(), self.loss.mean_loss()
 
 
@@ -118,6 +123,7 @@ def watch(session: Session, sink: Callable[[StepRow], None]) -> Watch:
     quantized = {name for name, leaf in session.precision.plan.items() if leaf.quantized}
     return Watch(
         loss=loss,
+        loss_sum=LossSum(attach_sums, combine_sums(plan.config.model.mtp_loss_weight)),
         throughput=throughput,
         coverage=Coverage(session.precision.coverage),
         gradients=GradientParity(
@@ -179,6 +185,7 @@ def make_trainer(session: Session, callbacks: Sequence[lightning.Callback], step
     return lightning.Trainer(
         max_steps=steps,
         max_epochs=1,
+        min_epochs=0,
         accumulate_grad_batches=options.accumulate_grad_batches,
         gradient_clip_val=options.gradient_clip_val,
         accelerator="gpu" if session.plan.device.startswith("cuda") else "cpu",

@@ -18,6 +18,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+import lightning
 import torch
 from torch import Tensor
 
@@ -30,7 +31,9 @@ from smoke.trajectories import deterministic
 
 STEPS = 3
 """One before the first resume, one behind each of the two."""
-TIMES = {"step_time_ms", "forward_ms", "backward_ms", "settled"}
+TIMES = {"step_time_ms", "forward_ms", "backward_ms", "settled", "times_ms"}
+ONCE_A_PROCESS = {"on_fit_start", "on_train_start"}
+"""Hooks that a resumed run goes through again; who counts them counts more."""
 NOTES = {"smoke", "hparams_name", "pytorch-lightning_version"}
 
 
@@ -68,8 +71,18 @@ def _train(session: Session, start: pathlib.Path | None, folder: pathlib.Path, s
     callbacks = [callback for callback in watched.callbacks() if callback is not watched.log]
     torch.manual_seed(session.plan.config.seed + steps)
     with quiet_lightning():
-        trainer = make_trainer(own, [*callbacks, first_steps(folder)], steps)
+        trainer = make_trainer(own, [*callbacks, first_steps(folder), _StopAt(steps)], session.plan.config.steps)
         trainer.fit(own.module, datamodule=own.data, ckpt_path=start, weights_only=True)
+
+
+class _StopAt(lightning.Callback):
+    """Ends training after so many steps; ``max_steps`` stays that of the whole run, which some callbacks look at."""
+
+    def __init__(self, steps: int):
+        self._steps = steps
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop = trainer.global_step >= self._steps
 
 
 def _load(file: pathlib.Path) -> dict[str, Any]:
@@ -113,7 +126,7 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """(path, tensor or plain value) of everything but times. An empty container is a leaf."""
     if isinstance(tree, (dict, list, tuple)) and tree:
         for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            if name not in TIMES:
+            if name not in TIMES | ONCE_A_PROCESS:
                 yield from _leaves(value, f"{path}.{name}" if path else str(name))
     elif tree is not None or path:
         yield path, tree

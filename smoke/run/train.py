@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import tempfile
 from dataclasses import replace
 
 from smoke import report as reports
@@ -10,6 +11,7 @@ from smoke.record import Record, StepRow
 from smoke.report.folder import disk_refusal
 from smoke.run import measure
 from smoke.run.fit import checkpoints, fit, watch
+from smoke.run.resumed import first_steps, resume_rows
 from smoke.run.session import Session
 
 
@@ -28,6 +30,11 @@ def train(folder: pathlib.Path, session: Session, record: Record, checkpoint: pa
                 raise disk_refusal(folder, error) from None
 
         watched = watch(session, keep)
-        fit(session, watched, record, checkpoint=checkpoint, behind=checkpoints(session, watched, folder))
+        with tempfile.TemporaryDirectory() as beside:
+            first = [] if "resume_parity" in session.plan.skipped else [first_steps(pathlib.Path(beside))]
+            behind = [*first, *checkpoints(session, watched, folder)]
+            fit(session, watched, record, checkpoint=checkpoint, behind=behind)
+            if first:
+                record.resumed = resume_rows(session, pathlib.Path(beside))
     record.curves = replace(record.curves, run=tuple(row.loss for row in record.steps))
     record.peak_gib = measure.peak_gib(session.plan.device)

@@ -8,7 +8,9 @@ from typing import Any
 
 from smoke.checks import CHECKS, Finding, judge
 from smoke.checks.ledgers import HOOKS
+from smoke.checks.steps import PARTS
 from smoke.record import (
+    AccumulationRow,
     AttentionRow,
     BitRow,
     CoverageRow,
@@ -21,6 +23,7 @@ from smoke.record import (
     PresenceRow,
     QuantizerRow,
     Record,
+    ResumeRow,
     RopeRow,
     StepRow,
     ThroughputSummary,
@@ -244,6 +247,15 @@ def make_record() -> Record:
         watched_losses=tuple(row.loss_hex for row in steps),
         unwatched_losses=tuple(row.loss_hex for row in steps[:3]),
         memory=_memory(),
+        accumulation=[
+            AccumulationRow(name=name, micro_batches=3, relative_error=1e-15, elements=4) for name in ("", "a.weight")
+        ],
+        resumed=[
+            ResumeRow(resumes=resumes, step=resumes, part=part, compared=10, differing=0)
+            for resumes in (1, 2)
+            for part in PARTS
+        ],
+        loss_sums=tuple(row.loss * (1 + 1e-7) for row in steps),
         curves=LossCurves(
             run=tuple(row.loss for row in steps),
             twin=twin,
@@ -280,6 +292,7 @@ class Case:
 
     def curves(self, **changes: Any) -> Case:
         self.record.curves = dataclasses.replace(self.record.curves, **changes)
+        self.record.loss_sums = self.record.curves.run
         return self
 
     def findings(self) -> dict[str, Finding]:
