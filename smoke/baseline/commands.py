@@ -4,6 +4,9 @@
 costs a spread. It refuses a run that is not green by its absolute checks (the check ``baseline`` itself does not count:
 a wanted change of numbers is why one updates), and runs of one key that differ in a bit. Losses that changed replace
 the entry and its costs; the same losses add one run to its costs, of which the newest twenty are kept.
+
+On a GPU training uses the fastest kernels, and some add in an order of their own. So new losses are taken there from
+two run folders at once, which shows that they repeat.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ def update(folders: Sequence[str], file: str, reason: str) -> int:
     told = []
     for run in runs:
         key = tuple(sorted(run.mark.key.items()))
+        _refuse_a_single_gpu_run(run, runs, entries.get(key))
         entries[key], words = merged(entries.get(key), run, reason.strip())
         told.append(f"{run.folder}: {words}")
     path = pathlib.Path(file)
@@ -80,6 +84,16 @@ def _refuse_other_bits(runs: Sequence[FinishedRun]) -> None:
                     f"{run.folder}: not recorded: differs from {other.folder} from step {a.step} on, so these losses "
                     "do not repeat and no run could be held against them"
                 )
+
+
+def _refuse_a_single_gpu_run(run: FinishedRun, runs: Sequence[FinishedRun], old: Entry | None) -> None:
+    losses = tuple((row.step, row.loss_hex) for row in run.steps)
+    alone = sum(dict(other.mark.key) == dict(run.mark.key) for other in runs) < 2
+    if run.mark.key["features"].startswith("sm_") and alone and (old is None or old.losses != losses):
+        raise NotGreen(
+            f"{run.folder}: not recorded: name two runs of this configuration; on a GPU only that shows that its "
+            "losses repeat"
+        )
 
 
 def show(file: str) -> int:

@@ -174,6 +174,16 @@ def test_one_red_run_of_several_records_none(baseline, tmp_path):
     assert read(tmp_path / "baseline.json") is None
 
 
+def test_a_gpu_shows_by_two_runs_that_its_losses_repeat(baseline, tmp_path):
+    folders = [run_folder(tmp_path / str(n), **costs(800.0 + n, features="sm_90")) for n in range(3)]
+    code, _, err = baseline("update", folders[0])
+    assert (code, "name two runs" in err) == (1, True)
+    assert baseline("update", *folders[:2])[0] == 0
+    assert baseline("update", folders[2])[0] == 0
+    other = run_folder(tmp_path / "other", losses=(5.0, 4.0, 3.0), **costs(800.0, features="sm_90"))
+    assert baseline("update", other)[0] == 1
+
+
 def test_runs_that_do_not_repeat_are_no_baseline(baseline, tmp_path):
     folders = [run_folder(tmp_path / "a"), run_folder(tmp_path / "b", losses=(5.5, 5.25, 4.9))]
     code, _, err = baseline("update", *folders)
