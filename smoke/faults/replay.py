@@ -130,7 +130,10 @@ FAULTS = (
         row=18,
         summary="the random states differ between two compared runs, so there is no noise floor of zero",
         red=("recompute_parity", "determinism"),
-        may_follow=("resume_parity",),
+        may_follow=(
+            "resume_parity",
+            "neutrality",
+        ),
         where="run twice differs",
         changes={"precision": "nvfp4", "policy": PolicyConfig(last_layers_bf16=0)},
         inject=unrestored_random_state,
