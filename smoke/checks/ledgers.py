@@ -120,6 +120,8 @@ def neutrality(record: Record, plan: Any, limits: Any) -> Finding:
         row = record.neutral[0]
         others = dict.fromkeys(row.name for row in record.neutral[1:4])
         return failed(name, measured, limit, f"step {row.step} {row.hook}: {row.name}", "; ".join(others))
+    if apart and any(row.kind == "rerun" and not row.equal for row in record.bits):
+        return unable(name, "the same steps run twice differ, so losses cannot be compared", f"step {apart[0]} loss")
     if apart:
         watched, unwatched = pairs[apart[0]]
         detail = f"{watched} watched, {unwatched} without callbacks"

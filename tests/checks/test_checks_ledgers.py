@@ -155,3 +155,10 @@ def test_every_hook_of_every_step_must_have_been_looked_at(case, hook):
     assert case.only_red("ERROR", "neutrality").where == hook
     del case.record.neutral_looks[hook]
     case.only_red("ERROR", "neutrality")
+
+
+def test_losses_of_steps_that_do_not_repeat_are_not_compared(case):
+    case.record.watched_losses = ("0x1p0", *case.record.watched_losses[1:])
+    case.spoil("bits", {"kind": "rerun", "step": 1, "quantity": "gradient"}, equal=False)
+    finding = case.findings()["neutrality"]
+    assert (finding.status, finding.where) == ("ERROR", "step 0 loss")
