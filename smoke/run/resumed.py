@@ -7,7 +7,8 @@ histories, router counters, random states, data position, what every callback ha
 left out, and the notes that a file carries about its run.
 
 On a CUDA device the watched run takes the fastest kernels, which do not repeat their bits; there the run that never
-stops is one of three steps, and all of them use deterministic algorithms.
+stops is one of three steps, and all of them use deterministic algorithms. So it is where a run was itself resumed with
+fewer than three steps to go.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def resume_rows(session: Session, folder: pathlib.Path) -> list[ResumeRow]:
     """Rows of both resumes. ``folder`` holds what ``first_steps`` saved of the watched run, and takes the rest."""
     on_cuda = session.plan.device.startswith("cuda")
     with deterministic() if on_cuda else contextlib.nullcontext():
-        if on_cuda:
+        if on_cuda or (session.plan.config.resume is not None and len(list(folder.glob("*.ckpt"))) < STEPS):
             folder = folder / "whole"
             _train(session, None, folder, STEPS)
         whole = sorted(folder.glob("*.ckpt"))

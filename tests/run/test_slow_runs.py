@@ -24,7 +24,7 @@ def test_default_runs(precision, layout, tmp_path):
     code = cli.main(["run", *words])
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert (report["verdict"], report["exit_code"], code) == ("pass", 0, 0), report["checks"]
-    skipped = {"packed_parity"} if layout == "sbhd" else set()
+    skipped = {"baseline"} | ({"packed_parity"} if layout == "sbhd" else set())
     skipped |= {"quantizer", "quantization_engaged", "weight_freshness"} if precision == "bf16" else set()
     assert {name for name, status in statuses(report).items() if status == "PASS"} == set(CHECKS) - skipped
     assert len((out / "steps.jsonl").read_text(encoding="utf-8").splitlines()) == 20

@@ -32,7 +32,7 @@ def test_every_recipe_and_layout_passes(run, precision, layout):
     found = statuses(report)
     assert tuple(found) == CHECKS
     skipped = {name for name, status in found.items() if status == "SKIP"}
-    expected = {"loss_tracking"} | ({"packed_parity"} if layout == "sbhd" else set())
+    expected = {"loss_tracking", "baseline"} | ({"packed_parity"} if layout == "sbhd" else set())
     expected |= {"quantizer", "quantization_engaged", "weight_freshness"} if precision == "bf16" else set()
     assert skipped == expected
     assert report["numerics"] == ("bf16" if precision == "bf16" else "emulated")
