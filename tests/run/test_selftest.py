@@ -79,7 +79,7 @@ def test_one_fault_and_one_that_nothing_notices(tmp_path, capsys):
         "harmless": FAIL,
         "cuda": SKIP,
     }
-    assert rows["nan-in-one-gradient"]["red"] == ["finite"]
+    assert rows["nan-in-one-gradient"]["red"] == ["finite", "accumulation_parity"]
     assert "linear_proj.weight" in rows["nan-in-one-gradient"]["where"]
     assert rows["harmless"]["detail"] == "finite stayed green"
     printed = capsys.readouterr().out
