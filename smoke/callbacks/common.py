@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -86,4 +85,4 @@ def random_states_from(states: tuple[Tensor, list[Tensor], Any]) -> Iterator[Non
 
 def rows_to_state(rows: Iterable[Any]) -> list[dict[str, Any]]:
     """Dataclass rows as plain dictionaries, which a checkpoint can hold."""
-    return [dataclasses.asdict(row) for row in rows]
+    return [dict(vars(row)) for row in rows]

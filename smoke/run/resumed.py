@@ -55,7 +55,7 @@ def resume_rows(session: Session, folder: pathlib.Path) -> list[ResumeRow]:
         if len(whole) < STEPS:
             return []
         rows, start = [], whole[0]
-        step = int(_load(start)["global_step"])
+        step = int(start.stem.rpartition("-")[2])
         for resumes in (1, 2):
             step += 1
             resumed = folder / f"resumed-{resumes}"
